@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from elastic.worker.model.learning_rate import from_scheduler
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
+    from elastic.worker.model.weighting import label_count
     from elastic.worker.trainer import Trainer
 
 __version__ = VERSION
@@ -50,6 +51,7 @@ __all__ = [
     "from_scheduler",
     "from_sequential",
     "from_stream",
+    "label_count",
     "megatron_dataset",
     "prefetch",
 ]
@@ -61,6 +63,7 @@ _HOMES = {
     "ListStack": "elastic.worker.model.layers",
     "Microbatch": "elastic.worker.model.microbatch",
     "OptimizerSpec": "elastic.worker.model.optimizer",
+    "label_count": "elastic.worker.model.weighting",
     "Trainer": "elastic.worker.trainer",
     "PackedDocuments": "elastic.worker.datasets.packing",
     "from_dataloader": "elastic.worker.datasets.dataloader",

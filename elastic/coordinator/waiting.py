@@ -218,6 +218,10 @@ def _for_script(state: JobState) -> Waiting | None:
         return Waiting(f"{what}: {failed[0].report.cause}", since, then)
     if not others:
         return None
+    ended = names(mb.node for mb in members if mb.report.phase is NodePhase.FINISHED)
+    if ended:
+        what = f"the script on {others} to end, because that on {ended} has ended without training"
+        return Waiting(what, since, "the job then ends, unless it calls Trainer.run() before")
     if state.updated_at - since < SCRIPT_S:
         what = f"the script on {others} to call Trainer.run()"
         return Waiting(what, since, "training then begins; other scripts run as under torchrun")

@@ -24,10 +24,12 @@ from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from elastic.worker.engine.injector import FaultInjector, check_faults
 from elastic.worker.evaluation import Evaluation
+from elastic.worker.model.data_source import digest_of
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.layers import LayerStack, TensorParallel
 from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
+from elastic.worker.model.weighting import Fields, weight_of
 from elastic.worker.profiling.run_profile import EMULATE, check_profile
 from elastic.worker.replica.build import build_replica, warm_up
 from elastic.worker.replica.replica import LayerReplica
@@ -46,6 +48,21 @@ class TrainingJob:
     spec: JobSpec
     evaluation: Evaluation | None = None
     """None: the model is not evaluated."""
+    weigh: Callable[[Fields], object] | None = None
+    """weigh(fields) -> weight of a micro-batch; None: all count equally."""
+
+    @property
+    def typical_weight(self) -> float:
+        """Expected weight of a micro-batch."""
+        return float(self.spec.tokens_per_microbatch) if self.weigh is not None else 1.0
+
+    def microbatch(self, step: int, index: int, device: torch.device) -> Microbatch:
+        """Return micro-batch `index` of `step` on `device`, with its hash and weight."""
+        found = self.data(step, index).fields
+        digest = digest_of(index, found, exact=self.accumulate is Accumulate.EXACT)
+        weight = weight_of(self.weigh, found, step, index)
+        fields = {name: tensor.to(device) for name, tensor in found.items()}
+        return Microbatch(step, index, fields, digest=digest, weight=weight)
 
     def evaluation_microbatch(
         self, version: int, index: int, device: torch.device, *, emulated: bool = False
@@ -60,6 +77,11 @@ class TrainingJob:
             return {name: tensor.to(device) for name, tensor in found.items()}
 
         return Microbatch(version, index, {} if emulated else LazyFields(read), figures={})
+
+    def weight(self, microbatch: Microbatch) -> float:
+        """Return the weight of a micro-batch of an evaluation; 1 under --emulate."""
+        weigh = self.weigh if microbatch.fields else None
+        return weight_of(weigh, microbatch.fields, microbatch.step, microbatch.index)
 
     def replica(
         self,

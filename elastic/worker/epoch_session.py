@@ -42,7 +42,6 @@ from elastic.worker.engine.evaluation_runner import EvaluationRunner
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
-from elastic.worker.model.data_source import digest_of
 from elastic.worker.model.layers import tp_sync
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.profiling.run_profile import EMULATE
@@ -307,6 +306,7 @@ class EpochSession:
             tied=context.job.stack.tied,
             optimizer=context.job.optimizer,
             data=self._data,
+            typical_weight=context.job.typical_weight,
             agreement=self._agreement,
             protection=context.protection,
             injector=context.injector,
@@ -342,6 +342,7 @@ class EpochSession:
         return EvaluationRunner(
             microbatches=evaluation.microbatches,
             data=self._evaluation_data,
+            weigh=context.job.weight,
             plan=self._plan,
             roster=self._roster,
             replicas=installed.replicas,
@@ -370,11 +371,7 @@ class EpochSession:
         """Return micro-batch `index` of `step` on this device; under --emulate without data."""
         if self._context.settings.profile == EMULATE:
             return Microbatch(step, index, {})
-        job, device = self._context.job, self._context.device
-        found = job.data(step, index).fields
-        digest = digest_of(index, found, exact=job.accumulate is Accumulate.EXACT)
-        fields = {name: tensor.to(device) for name, tensor in found.items()}
-        return Microbatch(step, index, fields, digest=digest)
+        return self._context.job.microbatch(step, index, self._context.device)
 
     def _report_resumed(self) -> None:
         """Report `Resumed`, once per epoch."""

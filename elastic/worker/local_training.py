@@ -28,7 +28,6 @@ from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
 from elastic.worker.engine.step import StepChecks, judge
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.gradients import exact_limit
-from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
@@ -81,23 +80,27 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
         abandon=AbandonSignal(),
     )
 
-    def data(step: int, index: int) -> Microbatch:
-        fields = job.data(step, index).fields
-        return Microbatch(step, index, {name: value.to(device) for name, value in fields.items()})
-
     evaluations = _evaluations(job, plan, replicas, links)
     stages = stages_of_rank(ranks, 0, replicas)
-    runner = StageRunner(stages, links, n_microbatches=spec.n_microbatches, data=data)
+    runner = StageRunner(
+        stages,
+        links,
+        n_microbatches=spec.n_microbatches,
+        typical_weight=job.typical_weight,
+        data=lambda step, index: job.microbatch(step, index, device),
+    )
     all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied)
     limit = exact_limit(spec.n_microbatches, job.stack.tied)
+    expected, last = spec.n_microbatches * job.typical_weight, replicas[-1]
     try:
         for step in range(spec.n_steps):
             began = time.perf_counter()
             runner.run(step, actions_of(pipeline, indices)[0], {}, _NoHooks())
             reduced = all_reduce.run(lambda layer: None)
             norms_sq = {one.index: one.norm_sq(reduced[one.index]) for one in replicas}
-            agreed = commit(links, ranks, replicas, norms_sq, step=step)
-            record = judge(step, agreed, job.optimizer.clip_norm, CHECKS, limit)
+            weight = last.weight(reduced[last.index])
+            agreed = commit(links, ranks, replicas, norms_sq, step=step, weight=weight)
+            record = judge(step, agreed, expected, job.optimizer.clip_norm, CHECKS, limit)
             lr = job.optimizer.lr(step)
             for replica in replicas:
                 replica.update(reduced[replica.index], record.clip, lr)
@@ -120,6 +123,7 @@ def _evaluations(
     return EvaluationRunner(
         microbatches=job.evaluation.microbatches,
         data=lambda version, index: job.evaluation_microbatch(version, index, links.device),
+        weigh=job.weight,
         plan=plan,
         roster=roster(plan),
         replicas=replicas,

@@ -21,11 +21,12 @@ from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.evaluation import Evaluation
 from elastic.worker.local_training import train_here
-from elastic.worker.model.checks import description, whole_number
+from elastic.worker.model.checks import check_callable, description, whole_number
 from elastic.worker.model.data_source import DataSource
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
+from elastic.worker.model.weighting import WEIGHT, Fields
 from elastic.worker.profiling.measure import measure_job, note_progress
 from elastic.worker.profiling.run_profile import select_stack
 from elastic.worker.script_exit import begin_training, watch_script
@@ -62,7 +63,10 @@ class Trainer:
         microbatches: micro-batches per step, over all pipelines.
         seed: seed of parameters and dropout.
         tp: workers per tensor-parallel group.
-        tokens_per_microbatch: for the reported tokens per second; 0 if unknown.
+        weight: weight(fields) -> weight of a micro-batch with these fields in the mean over the
+            step, as `label_count()`; None: all micro-batches count equally.
+        tokens_per_microbatch: for the reported tokens per second; 0 if unknown. With `weight`, the
+            expected weight.
         checkpoint_every: steps between two checkpoints; 0 for none.
         evaluation: when and with which data the model is evaluated; None for never.
 
@@ -79,6 +83,7 @@ class Trainer:
         microbatches: int,
         seed: int = 0,
         tp: int = 1,
+        weight: Callable[[Fields], object] | None = None,
         tokens_per_microbatch: int = 0,
         checkpoint_every: int = 0,
         evaluation: Evaluation | None = None,
@@ -98,6 +103,11 @@ class Trainer:
         seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
+        if weight is not None:
+            check_callable("weight", weight, 1, WEIGHT)
+            if not tokens:
+                remedy = "with weight, the expected weight of a micro-batch, as its tokens"
+                raise FieldError("tokens_per_microbatch", tokens, remedy)
         self._settings = settings = WorkerSettings.if_in_job()
         if settings is not None and settings.measure:
             note_progress(settings, "waiting for the script to call Trainer.run()")
@@ -125,6 +135,7 @@ class Trainer:
             accumulate=accumulate,
             spec=spec,
             evaluation=evaluation,
+            weigh=weight,
         )
 
     def run(self) -> None:

@@ -115,6 +115,14 @@ def test_a_script_that_failed_on_one_node() -> None:
     assert f"within {SCRIPT_S:g} s" in result.ends
 
 
+def test_a_script_that_ended_on_one_node_without_training() -> None:
+    ended = member("a", NodePhase.FINISHED, restart=0)
+    known = state(JobPhase.LAUNCHED, ended, member("b", NodePhase.STARTING, restart=0))
+    result = found(known)
+    assert result.what == "the script on b to end, because that on a has ended without training"
+    assert result.ends == "the job then ends, unless it calls Trainer.run() before"
+
+
 def test_workers_that_attach() -> None:
     ready = member("a", NodePhase.IDLE, able=True, elastic=True)
     known = state(JobPhase.LAUNCHED, ready, member("b", NodePhase.STARTING))

@@ -69,6 +69,17 @@ def test_each_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split(":")[1] for line in lines[1:]] == [f" step {i}/3" for i in (1, 2, 3)]
 
 
+def test_losses_are_means_by_weight(capsys: pytest.CaptureFixture[str]) -> None:
+    """The micro-batch with weight 0 does not count at all."""
+    plain = job()
+    spec = replace(plain.spec, tokens_per_microbatch=3, n_steps=1)
+    train_here(replace(plain, spec=replace(spec, n_microbatches=1)))
+    weigh = lambda fields: 5.0 * (fields["x"][0, 0] == microbatch(0, 0).fields["x"][0, 0])  # noqa: E731
+    train_here(replace(plain, spec=spec, weigh=weigh))
+    one, other = (line for line in capsys.readouterr().err.splitlines() if "step 1/1" in line)
+    assert one.rpartition(",")[0] == other.rpartition(",")[0]
+
+
 def test_the_model_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = Evaluation(data=microbatch, every=2, microbatches=3)
     plain = job()

@@ -47,6 +47,8 @@ OPTIMIZER = r"an OptimizerSpec, as OptimizerSpec\(factory=torch.optim.Adam, lr=l
         ("seed", "a", "'a'", WHOLE),
         ("seed", None, "None", WHOLE),
         ("seed", 2**64, "18446744073709551616", f"{WHOLE} below 2\\*\\*64"),
+        ("weight", 3.0, "3.0", "a function of a micro-batch's fields"),
+        ("weight", lambda: 1.0, "<lambda>.*", "a function of a micro-batch's fields"),
         ("tp", 0, "0", f"{WHOLE} from 1 up"),
         ("tp", "1", "'1'", f"{WHOLE} from 1 up"),
         ("tokens_per_microbatch", -5, "-5", f"{WHOLE} from 0 up"),
@@ -62,6 +64,17 @@ def test_a_wrong_argument_is_named(name: str, value: Any, given: str, wanted: st
     with pytest.raises(FieldError, match=rf"^{name}: {given} is not usable: {wanted}") as caught:
         Trainer(**{"stack": toy_stack(), "optimizer": sgd(), **arguments})
     assert "\n" not in str(caught.value)
+
+
+def test_with_weights_the_expected_one_must_be_given() -> None:
+    arguments: dict[str, Any] = {"steps": 4, "microbatches": 2, "weight": lambda fields: 1.0}
+    wanted = "^tokens_per_microbatch: 0 is not usable: with weight, the expected weight"
+    with pytest.raises(FieldError, match=wanted):
+        Trainer(stack=toy_stack(), optimizer=sgd(), data=microbatch, **arguments)
+    made = Trainer(
+        stack=toy_stack(), optimizer=sgd(), data=microbatch, tokens_per_microbatch=6, **arguments
+    )
+    assert made._job.typical_weight == 6.0
 
 
 def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:

@@ -16,14 +16,15 @@ A contribution is a row of bytes, padded to the longest row. M is the number of 
     hashes of the data that was read (3 x uint64)
     per layer: ledger (M // 8 + 1 bytes; bit m is micro-batch m), squared norm (float64),
                hash of the parameters (uint64; 0: not computed)
-    losses (M float64)
+    losses times weights (M float64), weight (float64)
 
 The first and the last stage of a pipeline read the same micro-batches, so the sums of their hashes
 must be equal. In the first step of an epoch, all of these workers also compare the last micro-batch
 of the step.
 
-Only workers that hold the last layer append losses; the losses of micro-batches outside the ledger
-are NaN. `common` is 1 if the ledgers belong to common sums, which are equal at all holders
+Only workers that hold the last layer append losses, and the sum of the weights of all micro-batches
+of the step, from the reduced gradient. The losses of micro-batches outside the ledger are NaN.
+`common` is 1 if the ledgers belong to common sums, which are equal at all holders
 (`elastic.worker.engine.incremental_allreduce`) and count once. Otherwise it is 0, and the ledgers
 of a layer's holders are disjoint.
 """
@@ -93,7 +94,9 @@ class Contribution:
     layers: tuple[LayerContribution, ...]
     """Facts about each layer that the worker holds, in layer order."""
     losses: Mapping[int, float]
-    """Loss by micro-batch; empty if the worker does not hold the last layer."""
+    """Loss times weight by micro-batch; empty if the worker does not hold the last layer."""
+    weight: float = 0.0
+    """Weight of all micro-batches of the step; 0 if the worker does not hold the last layer."""
     common: bool = False
     """Whether the ledgers belong to common sums, which are equal at all holders."""
     device: int = 0
@@ -106,9 +109,12 @@ class Commit:
     """Facts that are equal on all workers, bit for bit, before the update."""
 
     norm: float
-    """Norm of the whole gradient."""
+    """Norm of the sum of all gradients."""
+    weight: float
+    """Weight of all micro-batches; their number, if all count equally."""
     loss: float
-    """Mean loss of the micro-batches, which are added in their order."""
+    """Weighted mean of the losses, which are added in the order of the micro-batches; 0 if none has
+    a weight."""
     halt_epoch: int
     """Epoch for which all workers leave after the update, or -1."""
     ledgers: int = 0
@@ -124,6 +130,7 @@ def commit(
     norms_sq: Mapping[int, float],
     *,
     step: int,
+    weight: float = 0.0,
     halt_epoch: int = -1,
     common: bool = False,
     exact: bool = False,
@@ -136,6 +143,8 @@ def commit(
     Args:
         sums: gradient sums of this worker's layers, in layer order.
         norms_sq: layer -> squared norm of its reduced gradient.
+        weight: weight of the micro-batches in the last layer's reduced gradient; 0 if this worker
+            does not hold that layer.
         common: `sums` are common sums.
         exact: compare what the holders of a layer have.
         digests: layer -> hash of its parameters; None: not computed in this step.
@@ -155,7 +164,7 @@ def commit(
         for s in sums
     )
     losses = sums[-1].losses if sums[-1].index == roster.n_layers - 1 else {}
-    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common, device, data)
+    own = Contribution(step, links.epoch, halt_epoch, layers, losses, weight, common, device, data)
     gathered = _gather(links, own, roster)
     with _told_to_all(links):
         return decide(gathered, roster, exact=exact)
@@ -221,7 +230,8 @@ def pack(contribution: Contribution, roster: Roster) -> bytes:
         row += mask.to_bytes(_ledger_bytes(roster), "little")
         row += _SHARE.pack(layer.norm_sq, layer.digest)
     if own.losses:
-        row += struct.pack(f"<{n}d", *(own.losses.get(m, math.nan) for m in range(n)))
+        values = (own.losses.get(m, math.nan) for m in range(n))
+        row += struct.pack(f"<{n + 1}d", *values, own.weight)
     return row.ljust(row_length(roster), b"\0")
 
 
@@ -233,18 +243,20 @@ def unpack(row: bytes, member: RankMember, roster: Roster) -> Contribution:
         ledger = frozenset(m for m in range(8 * size) if mask >> m & 1)
         layers.append(LayerContribution(ledger, *_SHARE.unpack_from(row, at + size)))
         at += size + _SHARE.size
-    losses = {}
+    losses, weight = {}, 0.0
     if member.layers[-1] == roster.n_layers - 1:
-        values = struct.unpack_from(f"<{roster.n_microbatches}d", row, at)
+        *values, weight = struct.unpack_from(f"<{roster.n_microbatches + 1}d", row, at)
         losses = {m: value for m, value in enumerate(values) if m in layers[-1].ledger}
     step, epoch, halt_epoch, common, device, *hashes = _HEADER.unpack_from(row)
     data = ReadData(*hashes)
-    return Contribution(step, epoch, halt_epoch, tuple(layers), losses, common, device, data)
+    return Contribution(
+        step, epoch, halt_epoch, tuple(layers), losses, weight, common, device, data
+    )
 
 
 def row_length(roster: Roster) -> int:
     """Number of bytes in a row: the length of the longest contribution."""
-    per_layer, losses = _ledger_bytes(roster) + _SHARE.size, 8 * roster.n_microbatches
+    per_layer, losses = _ledger_bytes(roster) + _SHARE.size, 8 * (roster.n_microbatches + 1)
     return max(
         _HEADER.size
         + len(m.layers) * per_layer
@@ -334,14 +346,17 @@ def decide(contributions: Sequence[Contribution], roster: Roster, *, exact: bool
     if exact:
         compare(contributions, roster)
     losses: dict[int, float] = {}
-    for rank in roster.holders(roster.n_layers - 1, 0):
+    last = roster.holders(roster.n_layers - 1, 0)
+    for rank in last:
         losses.update(contributions[rank].losses)
+    weight = contributions[last[0]].weight
     # A loop, because Python's `sum` compensates rounding from version 3.12 on.
     for m in range(roster.n_microbatches):
         loss += losses[m]
     return Commit(
         norm=math.sqrt(norm_sq),
-        loss=loss / roster.n_microbatches,
+        weight=weight,
+        loss=loss / weight if weight else 0.0,
         halt_epoch=max(c.halt_epoch for c in contributions),
         ledgers=ledgers,
         nonfinite=tuple(dict.fromkeys(nonfinite)),

@@ -49,8 +49,8 @@ differ from those of the training."""
 class Contribution:
     """One worker's part of an evaluation."""
 
-    losses: tuple[tuple[int, float], ...] = ()
-    """(micro-batch, loss); () unless the worker holds the last layer."""
+    losses: tuple[tuple[int, float, float], ...] = ()
+    """(micro-batch, loss, weight); () unless the worker holds the last layer."""
     figures: tuple[tuple[str, int, float], ...] = ()
     """(name, micro-batch, value) of the figures that its layers reported."""
     seconds: float = 0.0
@@ -64,6 +64,8 @@ class EvaluationRunner:
     """Micro-batches of an evaluation."""
     data: Callable[[int, int], Microbatch]
     """data(version, index) -> micro-batch on this device, which keeps figures."""
+    weigh: Callable[[Microbatch], float] = lambda microbatch: 1.0
+    """weigh(micro-batch) -> its weight in the means."""
     plan: Plan
     roster: Roster
     replicas: Sequence[LayerReplica]
@@ -106,19 +108,19 @@ class EvaluationRunner:
         listed at once."""
         member = self.roster.members[self.links.rank]
         mine = shares(self.plan, self.microbatches)[member.pipeline]
-        losses: dict[int, Tensor] = {}
+        losses: dict[int, tuple[Tensor, float]] = {}
         figures: list[tuple[str, int, Tensor | float]] = []
         for first in range(0, len(mine), PIECE):
             for microbatch, loss in self._piece(version, mine[first : first + PIECE]):
                 index, found = microbatch.index, (microbatch.figures or {}).items()
                 figures += [(name, index, value) for name, value in found]
                 if loss is not None:
-                    losses[index] = loss
+                    losses[index] = loss, self.weigh(microbatch)
         self.links.flush()
         if member.shard:  # the ranks of a tensor-parallel group have the same values
             return Contribution()
         return Contribution(
-            tuple((index, float(loss)) for index, loss in losses.items()),
+            tuple((index, float(loss), weight) for index, (loss, weight) in losses.items()),
             tuple((name, index, float(value)) for name, index, value in figures),
         )
 
@@ -181,12 +183,13 @@ def combined(
     values of a figure.
     """
     losses: dict[int, float] = {}
+    weights: dict[int, float] = {}
     figures: dict[str, dict[int, float]] = defaultdict(dict)
     doubled: list[int] = []
     for share in contributions:
-        for index, loss in share.losses:
+        for index, loss, weight in share.losses:
             doubled += [index] if index in losses else []
-            losses[index] = loss
+            losses[index], weights[index] = loss, weight
         for name, index, value in share.figures:
             if index in figures[name]:
                 raise figure_known(name)
@@ -199,19 +202,22 @@ def combined(
     return EvaluationResult(
         step=version,
         epoch=epoch,
-        loss=_mean(losses),
+        loss=_mean(losses, weights),
         microbatches=microbatches,
         seconds=max(share.seconds for share in contributions),
-        figures=tuple(Figure(name, _mean(figures[name])) for name in sorted(figures)),
+        figures=tuple(Figure(name, _mean(figures[name], weights)) for name in sorted(figures)),
     )
 
 
-def _mean(values: dict[int, float]) -> float:
-    """Return the mean of values that are added in the order of their micro-batches."""
-    total = 0.0
+def _mean(values: dict[int, float], weights: dict[int, float]) -> float:
+    """Return the weighted mean of values that are added in the order of their micro-batches; 0 if
+    none has a weight."""
+    total = weight = 0.0
     for index in sorted(values):  # not `sum`, which compensates rounding from Python 3.12 on
-        total += values[index]
-    return total / len(values)
+        if weights[index]:  # the loss of a micro-batch without weight may be NaN
+            total += values[index] * weights[index]
+            weight += weights[index]
+    return total / weight if weight else 0.0
 
 
 def gather_texts(links: Links, text: str) -> list[str]:

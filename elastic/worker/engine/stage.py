@@ -18,16 +18,20 @@ from elastic.worker.replica.replica import LayerReplica
 class _Loss:
     """A loss whose copy to the host starts at once, so that reading it does not stop the device."""
 
-    def __init__(self, loss: Tensor) -> None:
+    def __init__(self, loss: Tensor, weight: float) -> None:
+        self.weight = weight
+        """Weight of the micro-batch."""
         self._host = loss.detach().to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
         if loss.is_cuda:
             self._copied = torch.cuda.current_stream(loss.device).record_event()
 
     def read(self) -> float:
+        """Return the loss times the weight. Without weight it is 0: the mean over no tokens is not
+        a number."""
         if self._copied is not None:
             self._copied.synchronize()
-        return float(self._host)
+        return float(self._host) * self.weight if self.weight else 0.0
 
 
 @dataclass(slots=True)
@@ -99,7 +103,7 @@ class LocalStage:
         self._passes[microbatch.index] = _MicrobatchPass(microbatch, hidden, kept)
         if self.ends:
             assert isinstance(output, Tensor), "the last layer returns the loss"
-            self._losses[microbatch.index] = _Loss(output)
+            self._losses[microbatch.index] = _Loss(output, microbatch.weight)
         return Message.of(output)
 
     def evaluate(self, microbatch: Microbatch, received: Message | None) -> Value:
@@ -114,7 +118,7 @@ class LocalStage:
 
     def backward(self, index: int, gradient: Message | float) -> Message | None:
         """Run the whole backward pass of micro-batch `index`. It is empty if the stage holds only
-        frozen layers, the first one among them.
+        frozen layers, the first one among them, or if the gradient is 0.0.
 
         Args:
             gradient: gradients of the output's parts that need one, or one number for all elements.
@@ -157,7 +161,9 @@ class LocalStage:
         if loss is not None and index not in skip.get(last.index, frozenset()):
             last.losses[index] = loss.read()
         for layer in self.layers:
-            layer.collect(index, skip=index in skip.get(layer.index, frozenset()))
+            weight = loss.weight if loss is not None and layer is last else 0.0
+            skipped = index in skip.get(layer.index, frozenset())
+            layer.collect(index, skip=skipped, weight=weight)
 
     def _run(self, microbatch: Microbatch, hidden: Value | None) -> Value:
         for layer in self.layers:
@@ -222,7 +228,12 @@ def stages_of_rank(
 
 def _with_gradients(output: Value, gradient: Message | float) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parts of `output` that have a graph, and their gradients. `gradient` has one for
-    each of them, or is one number for all."""
+    each of them, or is one number for all.
+
+    For 0.0 there are none. The loss of a micro-batch without weight may be NaN, as the mean over no
+    tokens is, and so would be all gradients."""
+    if gradient == 0.0:
+        return [], []
     wanted = [part for part in parts_of(output) if part.requires_grad]
     if isinstance(gradient, Message):
         given = parts_of(gradient.value())

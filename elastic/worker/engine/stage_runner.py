@@ -111,7 +111,9 @@ class StageRunner:
     Args:
         stages: the stages of this worker, in model order.
         links: the epoch's links.
-        n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
+        n_microbatches: micro-batches M of the whole step.
+        typical_weight: expected weight W of a micro-batch. A micro-batch of weight w has the
+            gradient of its loss times w / (M W).
         data: data(step, index) -> the micro-batch's fields. The first and the last stage call it
             before the forward pass, others when a layer reads a field.
         agreement: the agreement with the tensor-parallel group; None: this rank is alone.
@@ -124,6 +126,7 @@ class StageRunner:
         links: Links,
         *,
         n_microbatches: int,
+        typical_weight: float = 1.0,
         data: Callable[[int, int], Microbatch],
         agreement: GroupAgreement | None = None,
         keep: Callable[[LoggedMessage], None] | None = None,
@@ -133,6 +136,9 @@ class StageRunner:
         self._stages: dict[int, LocalStage] = {}
         """The stages of this run, by number."""
         self._scale, self._data = 1.0 / n_microbatches, data
+        self._typical_weight = typical_weight
+        self._weights: dict[int, float] = {}
+        """Weights of the micro-batches that the model's last stage here has begun."""
         self.agreement = agreement or GroupAgreement(None, links.abandon)
         self.step = -1
         """The step that runs, or ran last."""
@@ -149,6 +155,7 @@ class StageRunner:
     def _clear(self) -> None:
         for stage in self._stages.values():
             stage.clear()
+        self._weights.clear()
         self._received: dict[Action, Message] = {}
         self._outgoing: dict[Action, Message] = {}
         self._uncollected: tuple[LocalStage, int] | None = None
@@ -258,19 +265,18 @@ class StageRunner:
         fields = LazyFields(lambda: self._read(stage, step, m))
         if stage.begins or stage.ends:
             fields.read()
-        output = stage.forward(
-            Microbatch(step, m, fields), self._take_received(Kind.RECV_F, action)
-        )
+        microbatch = Microbatch(step, m, fields, weight=self._weights.get(m, 1.0))
+        output = stage.forward(microbatch, self._take_received(Kind.RECV_F, action))
         if stage.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
     def _read(self, stage: LocalStage, step: int, index: int) -> Mapping[str, Tensor]:
-        """Return the fields of a micro-batch; note their hash."""
+        """Return the fields of a micro-batch; note their hash, and the micro-batch's weight."""
         found = self._data(step, index)
         if stage.begins:
             self.read_first[index] = found.digest
         if stage.ends:
-            self.read_last[index] = found.digest
+            self.read_last[index], self._weights[index] = found.digest, found.weight
         return found.fields
 
     def _take_received(self, kind: Kind, action: Action) -> Message | None:
@@ -279,9 +285,11 @@ class StageRunner:
         return None if message is None else message.to(self._links.device)
 
     def _gradient(self, action: Action) -> Message | float:
-        """Return the gradient of the stage's output: the next stage's, or 1 / M for the loss."""
+        """Return the gradient of the stage's output: the next stage's, or w / (M W)."""
         received = self._take_received(Kind.RECV_B, action)
-        return self._scale if received is None else received
+        if received is not None:
+            return received
+        return self._scale * (self._weights[action.microbatch] / self._typical_weight)
 
     def _queue_gradient(self, stage: LocalStage, action: Action, gradient: Message | None) -> None:
         """Keep the gradient of the stage's input until the action that sends it."""

@@ -89,6 +89,8 @@ class StepRunner:
     optimizer: OptimizerSpec
     data: Callable[[int, int], Microbatch]
     """data(step, index) -> micro-batch on this device."""
+    typical_weight: float = 1.0
+    """Expected weight of a micro-batch (`elastic.worker.model.weighting`)."""
     agreement: GroupAgreement
     """Agreement with the tensor-parallel group to leave the epoch."""
     protection: Protection
@@ -112,6 +114,7 @@ class StepRunner:
             stages_of_rank(roster, links.rank, replicas),
             links,
             n_microbatches=plan.n_microbatches,
+            typical_weight=self.typical_weight,
             data=self.data,
             agreement=self.agreement,
             keep=log.keep if log is not None else None,
@@ -165,7 +168,8 @@ class StepRunner:
                 self.verify(step)  # a wrong replica may be the cause
         limit = exact_limit(self.plan.n_microbatches, self.tied)
         clip_norm = self.optimizer.clip_norm
-        self.record = judge(step, agreed, clip_norm, self.checks, limit, evaluation)
+        expected = self.plan.n_microbatches * self.typical_weight
+        self.record = judge(step, agreed, expected, clip_norm, self.checks, limit, evaluation)
         for replica in self.replicas:
             if replica.index == self.plan.n_layers - 1:
                 replica.record = self.record
@@ -230,6 +234,7 @@ class StepRunner:
             self.replicas if self._incremental is None else self._incremental.parts(),
             norms_sq,
             step=step,
+            weight=self.replicas[-1].weight(reduced[self.replicas[-1].index]),
             halt_epoch=self.agent.boundary_requested() or -1,
             common=self._incremental is not None,
             exact=self.checks.exact,
@@ -311,6 +316,7 @@ class StepRunner:
 def judge(
     step: int,
     agreed: Commit,
+    expected_weight: float,
     clip_norm: float | None,
     checks: StepChecks,
     limit: float,
@@ -320,13 +326,18 @@ def judge(
 
     All workers have the same `agreed`, so all of them do the same. `limit`: largest gradient that
     exact accumulation can add.
+
+    The gradients of the micro-batches were divided by `expected_weight`, and are summed. Their
+    weighted mean is that sum times `expected_weight` / `agreed.weight`. Without weights this is 1.
     """
-    clip, finite = _clip(agreed.norm, clip_norm), math.isfinite(agreed.norm)
+    mean = expected_weight / agreed.weight if agreed.weight else 1.0
+    norm = agreed.norm * mean
+    clip, finite = _clip(norm, clip_norm) * mean, math.isfinite(norm)
     skipped = not finite and checks.on_nonfinite is OnNonfinite.SKIP
     record = StepRecord(
         step,
         clip,
-        agreed.norm,
+        norm,
         agreed.loss,
         ledgers=agreed.ledgers,
         nonfinite=agreed.nonfinite,
@@ -336,7 +347,7 @@ def judge(
     if finite:
         return record
     layers = format_indices(agreed.nonfinite)
-    text = f"step {step}: the gradient norm is {agreed.norm}, because of layers {layers}"
+    text = f"step {step}: the gradient norm is {norm}, because of layers {layers}"
     if checks.on_nonfinite is OnNonfinite.STOP:
         reason = f"{text} (loss {agreed.loss})"
         if checks.exact:

@@ -11,12 +11,17 @@ recoveries.
                  be below `exact_limit`: 2**13 = 8192, or less with more than 64 micro-batches.
                  Each micro-batch is in a sum at most once, so no sum can overflow.
 
-A fixed-point number cannot be infinite or NaN, nor larger than its range. Instead, the last element
-of the sum counts the micro-batches with such a gradient in this layer, whose values are left out.
-Each micro-batch is judged alone, so the verdict does not depend on the plan. The count is added up
-like the values, so it survives sums, copies and recoveries; `norm_sq` returns NaN if it is not 0.
-No error is raised here: the commit decides, after it has compared the replicas, because a wrong
-replica makes such gradients too.
+Two more elements follow those of the parameters. They are added up like them, so they survive sums,
+copies and recoveries:
+
+    weight       Sum of the micro-batches' weights (`elastic.worker.model.weighting`), on the last
+                 layer only. In fixed point with 20 fractional bits.
+    spoiled      EXACT: number of micro-batches whose gradient is infinite, NaN or beyond the range
+                 in this layer. A fixed-point number cannot hold it, so its values are left out.
+                 Each micro-batch is judged alone, so the verdict does not depend on the plan.
+                 `norm_sq` returns NaN if the number is not 0. No error is raised here: the commit
+                 decides, after it has compared the replicas, because a wrong replica makes such
+                 gradients too.
 """
 
 from __future__ import annotations
@@ -37,7 +42,11 @@ RANGE_BITS = 63 - FRACTION_BITS
 MIN_TERM_BITS = 6
 """The limit of one gradient leaves room for at least 2**6 = 64 terms in a sum."""
 ALIGN_ELEMENTS = 16
-"""Each parameter starts at a multiple of this: at least 64 bytes in float32 and int64."""
+"""Each parameter starts at a multiple of this: at least 64 bytes in float32 and int64. As many
+elements follow the parameters."""
+WEIGHT, SPOILED = -2, -1
+"""Elements of a sum, counted from its end."""
+WEIGHT_SCALE = 2.0**20
 CHUNK_ELEMENTS = 32768
 """Elements per CPU operation: they stay in the cache, and torch never splits them over threads."""
 DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
@@ -46,9 +55,9 @@ DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
 log = logging.getLogger(__name__)
 
 
-def flat_numel(layout: FlatLayout, accumulate: Accumulate) -> int:
-    """Return the elements of a gradient sum: those of the parameters, and the count (EXACT)."""
-    return layout.numel + (ALIGN_ELEMENTS if accumulate is Accumulate.EXACT else 0)
+def flat_numel(layout: FlatLayout) -> int:
+    """Return the elements of a gradient sum: those of the parameters, weight and count."""
+    return layout.numel + ALIGN_ELEMENTS
 
 
 def exact_limit(n_microbatches: int, tied: Sequence[Sequence[object]] = ()) -> float:
@@ -113,8 +122,7 @@ class Accumulator:
         """`limit`: see `exact_limit`; FAST ignores it."""
         self.layout, self.label, self.limit, self._accumulate = layout, label, limit, accumulate
         self.exact = accumulate is Accumulate.EXACT
-        size = flat_numel(layout, accumulate)
-        self.flat = torch.zeros(size, dtype=DTYPES[accumulate], device=device)
+        self.flat = torch.zeros(flat_numel(layout), dtype=DTYPES[accumulate], device=device)
         self._parts = [self.flat[place.start : place.stop] for place in layout.ranges]
         largest = max((place.stop - place.start for place in layout.ranges), default=0)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else max(largest, 1)
@@ -126,8 +134,13 @@ class Accumulator:
         """Return an empty accumulator of the same layout, type and device."""
         return Accumulator(self.layout, self._accumulate, self.flat.device, self.label, self.limit)
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in parameter order; None counts as zero."""
+    def add(self, gradients: Sequence[Tensor | None], weight: float = 0.0) -> None:
+        """Add one micro-batch's gradients, in parameter order; None counts as zero.
+
+        `weight`: weight of the micro-batch; 0 if this is not the last layer.
+        """
+        if weight:
+            self.flat[WEIGHT] += round(weight * WEIGHT_SCALE) if self.exact else weight
         pairs = [(i, g) for i, g in enumerate(gradients) if g is not None]
         if not pairs:
             return
@@ -138,7 +151,7 @@ class Accumulator:
         places = [i for i, _ in pairs]
         peaks = _peaks([g for _, g in pairs]).float()
         fits = (peaks < self.limit).all()  # false for NaN
-        self.flat[-1] += (~fits).long()
+        self.flat[SPOILED] += (~fits).long()
         on_cpu = self.flat.device.type == "cpu"
         if on_cpu and not fits:
             self._warn(places, peaks)
@@ -203,5 +216,11 @@ def norm_sq(reduced: Tensor, ranges: Iterable[ParameterRange]) -> float:
             chunk = reduced[start : min(start + size, place.stop)]
             total += chunk.double().mul_(unit).square_().sum()
     if reduced.dtype == torch.int64:
-        total = torch.where(reduced[-1] == 0, total, torch.nan)
+        total = torch.where(reduced[SPOILED] == 0, total, torch.nan)
     return float(total.item())
+
+
+def weight_of(reduced: Tensor) -> float:
+    """Return the weight of the micro-batches in a sum of the last layer."""
+    unit = 1.0 / WEIGHT_SCALE if reduced.dtype == torch.int64 else 1.0
+    return float(reduced[WEIGHT].item()) * unit

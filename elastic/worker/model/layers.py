@@ -155,7 +155,7 @@ def layer_spec(
             n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
             for dtype, n in elements.items()
         ),
-        gradient_bytes=flat_numel(FlatLayout.of(named), accumulate) * DTYPES[accumulate].itemsize,
+        gradient_bytes=flat_numel(FlatLayout.of(named)) * DTYPES[accumulate].itemsize,
         forward_s=forward_s,
         backward_s=2 * forward_s,
         activation_bytes=activation_bytes,

@@ -120,7 +120,7 @@ class OptimizerSpec:
     def _tiny(self, dtype: torch.dtype) -> LayerOptimizer:
         """Return the optimizer of a tiny layer after one step."""
         tiny = LayerOptimizer([("tiny", Parameter(torch.zeros(4, 4, dtype=dtype)))], self)
-        with _own_errors_of(f"the step of {type(tiny.optimizer).__name__}", Exception):
+        with _own_errors_of(f"{type(tiny.optimizer).__name__}, whose step fails with", Exception):
             tiny.step([torch.zeros(4, 4)], 0.0)
         return tiny
 
@@ -155,7 +155,7 @@ class LayerOptimizer:
                 )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
         groups = self._groups(spec, dict(parameters))
-        with _own_errors_of("an optimizer", TypeError, ValueError):  # others: faults of the device
+        with _own_errors_of("a function that fails with", TypeError, ValueError):  # others: faults of the device
             self.optimizer = spec.factory(groups)
         self._trained = {name for name, p in parameters if p.requires_grad}
         self._check_optimizer(self._trained)
@@ -298,7 +298,7 @@ def _own_errors_of(what: str, *kinds: type[Exception]) -> Iterator[None]:
         place = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
         if place.split(".")[0] not in ("torch", "elastic"):
             raise
-        failed = Described(f"{what} that fails with {describe(error)}")
+        failed = Described(f"{what} {describe(error)}")
         raise FieldError("OptimizerSpec.factory", failed, ANY_OPTIMIZER) from error
 
 

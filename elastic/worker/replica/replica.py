@@ -77,7 +77,7 @@ class LayerReplica(GradientSum):
         self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
         self._parameters = dict(module.named_parameters())
         self._plan: StatePlan | None = None
-        self._checks = LayerChecks(index, module, last=last)
+        self._checks, self._last = LayerChecks(index, module, last=last), last
 
     # ---- a micro-batch ----
 
@@ -96,11 +96,12 @@ class LayerReplica(GradientSum):
             raise translated from error
         return separated(self._checks.end(hidden, microbatch, out))
 
-    def collect(self, index: int, *, skip: bool) -> None:
+    def collect(self, index: int, *, skip: bool, weight: float = 0.0) -> None:
         """Move the gradients of micro-batch `index` into the sum, and `index` into the ledger.
 
         Call after the backward pass. With `skip` the gradients are dropped, because the ledger of
-        another sum has the micro-batch. Raises LedgerError if this ledger has it already.
+        another sum has the micro-batch. `weight`: weight of the micro-batch; 0 if this is not the
+        last layer. Raises LedgerError if this ledger has the micro-batch already.
         """
         found = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -109,7 +110,7 @@ class LayerReplica(GradientSum):
             return
         self._refuse_doubled({index})
         self.settle()
-        self.accumulator.add(found)
+        self.accumulator.add(found, weight)
         self.ledger.add(index)
 
     def gradient_slice(self, name: str) -> slice:
@@ -222,6 +223,10 @@ class LayerReplica(GradientSum):
         Parameters that TP ranks do not split count on rank 0 only, tied ones at their first owner.
         """
         return gradients.norm_sq(reduced, self._in_norm)
+
+    def weight(self, reduced: Tensor) -> float:
+        """Return the weight of the micro-batches in `reduced`; 0 if this is not the last layer."""
+        return gradients.weight_of(reduced) if self._last else 0.0
 
     def update(self, reduced: Tensor, clip: float, lr: float) -> None:
         """Update the state with `clip` times the flat gradient `reduced`; increment the version."""

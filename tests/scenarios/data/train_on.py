@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from elastic import (
     from_dataset,
     from_sequential,
     from_stream,
+    label_count,
     prefetch,
 )
 from elastic.worker.model.optimizer import adamw
@@ -53,7 +54,12 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 def packed(samples: list[object]) -> dict[str, Tensor]:
     rows = [sample["input_ids"].float() / 50 for sample in samples]  # type: ignore[index]
-    return {"x": torch.stack(rows), "y": torch.stack(rows).mean(1)}
+    labels = [sample["labels"] for sample in samples]  # type: ignore[index]
+    return {
+        "x": torch.stack(rows),
+        "y": torch.stack(rows).mean(1),
+        "labels": torch.stack(labels),
+    }
 
 
 def dataset() -> Source:
@@ -113,6 +119,10 @@ def paced(source: Source, hurry: Path) -> Source:
     return read
 
 
+WEIGHTS: dict[str, Callable[[Mapping[str, Tensor]], object]] = {
+    "stream": lambda fields: fields["y"].sum(),
+    "documents": label_count(shifted=True),
+}
 SOURCES = {f.__name__: f for f in (dataset, stream, loader, documents, hidden, local)}
 
 
@@ -135,6 +145,8 @@ def main() -> None:
         data=source if given.hurry is None else paced(source, given.hurry),
         steps=given.steps,
         microbatches=MICROBATCHES,
+        weight=WEIGHTS.get(given.source),
+        tokens_per_microbatch=ROWS * WIDTH if given.source == "documents" else 2,
         checkpoint_every=given.checkpoint_every,
     ).run()
 

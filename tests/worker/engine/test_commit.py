@@ -43,16 +43,27 @@ def contributions(roster: Roster, norm: float = 2.0) -> list[Contribution]:
     for member in roster.members:
         first = member.pipeline * per_pipeline
         ledger = frozenset(range(first, first + per_pipeline))
-        losses = {m: 1.0 + m for m in ledger} if member.layers[-1] == roster.n_layers - 1 else {}
+        last = member.layers[-1] == roster.n_layers - 1
+        losses = {m: 1.0 + m for m in ledger} if last else {}
         shares = tuple(LayerContribution(ledger, norm * (layer + 1)) for layer in member.layers)
-        found.append(Contribution(7, 1, -1, shares, losses))
+        weight = float(roster.n_microbatches) if last else 0.0
+        found.append(Contribution(7, 1, -1, shares, losses, weight))
     return found
 
 
 def test_a_whole_step_commits() -> None:
     agreed = decide(contributions(ROSTER), ROSTER)
     norm = math.sqrt(2.0 + 4.0 + 6.0)
-    assert agreed == Commit(norm=norm, loss=2.5, halt_epoch=-1, ledgers=3)
+    assert agreed == Commit(norm=norm, weight=4.0, loss=2.5, halt_epoch=-1, ledgers=3)
+
+
+def test_the_loss_is_the_mean_by_weight() -> None:
+    rows = contributions(ROSTER)
+    weighted = [replace(row, weight=20.0 if row.losses else 0.0) for row in rows]
+    agreed = decide(weighted, ROSTER)
+    assert (agreed.weight, agreed.loss) == (20.0, 10.0 / 20.0)
+    without = decide([replace(row, weight=0.0) for row in rows], ROSTER)
+    assert (without.weight, without.loss) == (0.0, 0.0)
 
 
 def common_contributions(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
@@ -231,6 +242,7 @@ def test_a_norm_that_is_not_finite_at_one_holder_counts(rank: int, bad: float) -
     device=st.integers(0, 2**32 - 1),
     step=st.integers(0, 2**40),
     halt=st.integers(-1, 2**40),
+    weight=st.floats(0, 2.0**43),
     common=st.booleans(),
     data=st.builds(ReadData, *[st.integers(0, 2**64 - 1)] * 3),
 )
@@ -241,12 +253,13 @@ def test_rows_round_trip(
     device: int,
     step: int,
     halt: int,
+    weight: float,
     common: bool,
     data: ReadData,
 ) -> None:
     losses = {m: m / 3 for m in ledger}
     share = LayerContribution(ledger, norm, digest)
-    before = Contribution(step, 3, halt, (share,), losses, common, device, data)
+    before = Contribution(step, 3, halt, (share,), losses, weight, common, device, data)
     row = pack(before, SINGLE)
     assert len(row) == row_length(SINGLE)
     assert unpack(row, SINGLE.members[0], SINGLE) == before

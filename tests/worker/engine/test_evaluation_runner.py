@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -224,10 +225,16 @@ def test_each_micro_batch_has_one_pipeline(text: str, count: int) -> None:
         assert abs(len(part) - count * len(pipeline.microbatches) / M) < 1
 
 
+def unweighted(losses: dict[int, float]) -> tuple[tuple[int, float, float], ...]:
+    return tuple((index, loss, 1.0) for index, loss in losses.items())
+
+
 def test_the_mean_does_not_depend_on_who_computed_what() -> None:
     losses = {index: 0.1 * (index + 1) ** 3 for index in range(5)}
-    parts = [Contribution(((4, losses[4]), (1, losses[1])), (("a", 1, 2.0),), 3.0)]
-    parts.append(Contribution(((0, losses[0]), (2, losses[2]), (3, losses[3])), (("a", 0, 4.0),)))
+    first = unweighted({index: losses[index] for index in (4, 1)})
+    second = unweighted({index: losses[index] for index in (0, 2, 3)})
+    parts = [Contribution(first, (("a", 1, 2.0),), 3.0)]
+    parts.append(Contribution(second, (("a", 0, 4.0),)))
     total = 0.0
     for loss in losses.values():
         total += loss
@@ -236,11 +243,25 @@ def test_the_mean_does_not_depend_on_who_computed_what() -> None:
         assert combined(9, 2, order, 5) == EvaluationResult(9, 2, total / 5, 5, 3.0, figures)
 
 
+def test_losses_and_figures_are_means_by_weight() -> None:
+    losses = ((0, 2.0, 1.0), (1, 5.0, 3.0), (2, math.nan, 0.0))
+    figures = (("a", 0, 1.0), ("a", 1, 0.0), ("a", 2, math.nan), ("b", 2, 7.0))
+    found = combined(9, 2, [Contribution(losses, figures)], 3)
+    assert found.loss == 17.0 / 4.0
+    assert found.figures == (Figure("a", 0.25), Figure("b", 0.0))
+
+
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ([Contribution(((0, 1.0),))], "missing: 1-2"),
-        ([Contribution(((0, 1.0), (1, 1.0), (2, 1.0))), Contribution(((1, 1.0),))], "doubled: 1"),
+        ([Contribution(unweighted({0: 1.0}))], "missing: 1-2"),
+        (
+            [
+                Contribution(unweighted(dict.fromkeys(range(3), 1.0))),
+                Contribution(unweighted({1: 1.0})),
+            ],
+            "doubled: 1",
+        ),
     ],
 )
 def test_a_micro_batch_that_is_missing_or_doubled_is_an_error(
@@ -252,7 +273,7 @@ def test_a_micro_batch_that_is_missing_or_doubled_is_an_error(
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one stage", "two stages"])
 def test_a_figure_of_two_layers_is_named_under_every_plan(apart: bool) -> None:
-    whole = tuple((index, 1.0) for index in range(3))
+    whole = unweighted(dict.fromkeys(range(3), 1.0))
     parts = [Contribution(whole, (("a", 2, 1.0),)), Contribution((), (("a", 2, 1.0),))]
     if not apart:
         parts = [Contribution(whole, tuple(f for part in parts for f in part.figures))]

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from elastic.domain.types import Accumulate
 from elastic.worker.model.gradients import (
     SCALE,
+    WEIGHT,
     Accumulator,
     FlatLayout,
     exact_limit,
     norm_sq,
     to_flat,
+    weight_of,
 )
 from tests.worker.model.toy_model import CPU
 
@@ -115,6 +117,27 @@ def test_chunked_work_equals_whole_work() -> None:
     sums.add([gradient])
     assert torch.equal(sums.flat[:100_001], (gradient.double() * SCALE).round().long())
     assert not sums.flat[100_001:].any()
+
+
+@pytest.mark.parametrize("accumulate", list(Accumulate))
+def test_weights_are_added_up_beside_the_gradients(accumulate: Accumulate) -> None:
+    one, other = accumulator(accumulate), accumulator(accumulate)
+    one.add(gradients(0), 3.0)
+    one.add(gradients(1), 0.5)
+    other.add([None] * len(SHAPES), 4095.0)
+    one.merge(other.flat)
+    assert weight_of(one.flat) == 4098.5
+    norm = norm_sq(one.flat, LAYOUT.ranges)
+    other.add(gradients(2))
+    assert weight_of(other.flat) == 4095.0
+    one.flat[WEIGHT] = 0
+    assert norm_sq(one.flat, LAYOUT.ranges) == norm
+
+
+def test_a_gradient_that_is_left_out_keeps_its_weight() -> None:
+    sums = accumulator()
+    sums.add([torch.full(shape, torch.nan) for _, shape in SHAPES], 7.0)
+    assert weight_of(sums.flat) == 7.0 and math.isnan(norm_sq(sums.flat, LAYOUT.ranges))
 
 
 def test_norm_counts_only_the_given_ranges() -> None:
