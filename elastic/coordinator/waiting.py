@@ -218,7 +218,7 @@ def _for_script(state: JobState) -> Waiting | None:
         return Waiting(f"{what}: {failed[0].report.cause}", since, then)
     if not others:
         return None
-    ended = names(mb.node for mb in members if mb.report.phase is NodePhase.FINISHED)
+    ended = names(mb.node for mb in members if _has_ended(state, mb))
     if ended:
         what = f"the script on {others} to end, because that on {ended} has ended without training"
         return Waiting(what, since, "the job then ends, unless it calls Trainer.run() before")
@@ -228,6 +228,11 @@ def _for_script(state: JobState) -> Waiting | None:
     what = f"the script on {others}, which has not called Trainer.run() within {SCRIPT_S:g} s"
     then = "it runs as under torchrun until it ends; Trainer.run() still begins training"
     return Waiting(what, since, then, lasting=state.updated_at - since >= LASTING_S)
+
+
+def _has_ended(state: JobState, member: Member) -> bool:
+    report = member.report
+    return report.restart == state.restart and report.phase is NodePhase.FINISHED
 
 
 def _has_failed(state: JobState, member: Member) -> bool:

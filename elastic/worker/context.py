@@ -36,6 +36,13 @@ from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.rendezvous import host_store
 
 
+class _WeighedFields(LazyFields):
+    """Fields of a micro-batch of an evaluation, with its weight, which is known once they are
+    read."""
+
+    weight = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
     """The user's training description."""
@@ -56,11 +63,15 @@ class TrainingJob:
         """Expected weight of a micro-batch."""
         return float(self.spec.tokens_per_microbatch) if self.weigh is not None else 1.0
 
-    def microbatch(self, step: int, index: int, device: torch.device) -> Microbatch:
-        """Return micro-batch `index` of `step` on `device`, with its hash and weight."""
+    def microbatch(
+        self, step: int, index: int, device: torch.device, *, hashed: bool = True
+    ) -> Microbatch:
+        """Return micro-batch `index` of `step` on `device`, with its weight and, if `hashed`, a hash
+        of both."""
         found = self.data(step, index).fields
-        digest = digest_of(index, found, exact=self.accumulate is Accumulate.EXACT)
-        weight = weight_of(self.weigh, found, step, index)
+        weight, digest = weight_of(self.weigh, found, f"data({step}, {index})"), 0
+        if hashed:
+            digest = digest_of(index, found, weight, exact=self.accumulate is Accumulate.EXACT)
         fields = {name: tensor.to(device) for name, tensor in found.items()}
         return Microbatch(step, index, fields, digest=digest, weight=weight)
 
@@ -74,14 +85,19 @@ class TrainingJob:
 
         def read() -> dict[str, torch.Tensor]:
             found = source(0, index).fields
+            lazy.weight = weight_of(self.weigh, found, f"evaluation.data(0, {index})")
             return {name: tensor.to(device) for name, tensor in found.items()}
 
-        return Microbatch(version, index, {} if emulated else LazyFields(read), figures={})
+        lazy = _WeighedFields(read)
+        return Microbatch(version, index, {} if emulated else lazy, figures={})
 
-    def weight(self, microbatch: Microbatch) -> float:
+    def evaluation_weight(self, microbatch: Microbatch) -> float:
         """Return the weight of a micro-batch of an evaluation; 1 under --emulate."""
-        weigh = self.weigh if microbatch.fields else None
-        return weight_of(weigh, microbatch.fields, microbatch.step, microbatch.index)
+        fields = microbatch.fields
+        if self.weigh is None or not isinstance(fields, _WeighedFields):
+            return 1.0
+        fields.read()
+        return fields.weight
 
     def replica(
         self,

@@ -342,7 +342,7 @@ class EpochSession:
         return EvaluationRunner(
             microbatches=evaluation.microbatches,
             data=self._evaluation_data,
-            weigh=context.job.weight,
+            weigh=context.job.evaluation_weight,
             plan=self._plan,
             roster=self._roster,
             replicas=installed.replicas,
@@ -370,7 +370,7 @@ class EpochSession:
     def _data(self, step: int, index: int) -> Microbatch:
         """Return micro-batch `index` of `step` on this device; under --emulate without data."""
         if self._context.settings.profile == EMULATE:
-            return Microbatch(step, index, {})
+            return Microbatch(step, index, {}, weight=self._context.job.typical_weight)
         return self._context.job.microbatch(step, index, self._context.device)
 
     def _report_resumed(self) -> None:

@@ -87,7 +87,7 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
         links,
         n_microbatches=spec.n_microbatches,
         typical_weight=job.typical_weight,
-        data=lambda step, index: job.microbatch(step, index, device),
+        data=lambda step, index: job.microbatch(step, index, device, hashed=False),
     )
     all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied)
     limit = exact_limit(spec.n_microbatches, job.stack.tied)
@@ -123,7 +123,7 @@ def _evaluations(
     return EvaluationRunner(
         microbatches=job.evaluation.microbatches,
         data=lambda version, index: job.evaluation_microbatch(version, index, links.device),
-        weigh=job.weight,
+        weigh=job.evaluation_weight,
         plan=plan,
         roster=roster(plan),
         replicas=replicas,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic.domain.errors import FieldError, NonfiniteError
 from elastic.domain.types import Accumulate, JobSpec
@@ -78,6 +79,25 @@ def test_losses_are_means_by_weight(capsys: pytest.CaptureFixture[str]) -> None:
     train_here(replace(plain, spec=spec, weigh=weigh))
     one, other = (line for line in capsys.readouterr().err.splitlines() if "step 1/1" in line)
     assert one.rpartition(",")[0] == other.rpartition(",")[0]
+
+
+def test_an_evaluation_is_weighed_only_when_it_must_be() -> None:
+    """Its fields are read when a layer uses them, or when they are weighed."""
+    asked: list[int] = []
+
+    def source(step: int, index: int) -> Microbatch:
+        asked.append(index)
+        return microbatch(step, index)
+
+    evaluation = Evaluation(data=source, every=2, microbatches=3)
+    plain = replace(job(), evaluation=evaluation)
+    cpu = torch.device("cpu")
+    assert plain.evaluation_weight(plain.evaluation_microbatch(2, 1, cpu)) == 1.0 and not asked
+    weighed = replace(plain, weigh=lambda fields: 2 * len(fields))
+    assert weighed.evaluation_weight(weighed.evaluation_microbatch(2, 1, cpu)) == 2.0
+    assert {*asked} == {1}
+    emulated = weighed.evaluation_microbatch(2, 1, cpu, emulated=True)
+    assert weighed.evaluation_weight(emulated) == 1.0
 
 
 def test_the_model_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,8 @@ class StepMetrics:
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     clip: float
-    """Factor by which clipping scaled the gradient; 1: not at all."""
+    """Factor by which the gradient was scaled; 1: not at all. It clips, and with weights of
+    micro-batches it also makes the mean."""
     lr: float
     seconds: float
     """Duration of the step."""

@@ -130,7 +130,7 @@ def commit(
     norms_sq: Mapping[int, float],
     *,
     step: int,
-    weight: float = 0.0,
+    weight: float,
     halt_epoch: int = -1,
     common: bool = False,
     exact: bool = False,
@@ -229,7 +229,7 @@ def pack(contribution: Contribution, roster: Roster) -> bytes:
         mask = sum(1 << m for m in layer.ledger)
         row += mask.to_bytes(_ledger_bytes(roster), "little")
         row += _SHARE.pack(layer.norm_sq, layer.digest)
-    if own.losses:
+    if own.losses or own.weight:
         values = (own.losses.get(m, math.nan) for m in range(n))
         row += struct.pack(f"<{n + 1}d", *values, own.weight)
     return row.ljust(row_length(roster), b"\0")
@@ -349,7 +349,7 @@ def decide(contributions: Sequence[Contribution], roster: Roster, *, exact: bool
     last = roster.holders(roster.n_layers - 1, 0)
     for rank in last:
         losses.update(contributions[rank].losses)
-    weight = contributions[last[0]].weight
+    weight = max(contributions[rank].weight for rank in last)  # equal at all of them
     # A loop, because Python's `sum` compensates rounding from version 3.12 on.
     for m in range(roster.n_microbatches):
         loss += losses[m]

@@ -86,7 +86,9 @@ class LocalStage:
         self._passes.clear()
         self._losses.clear()
 
-    def forward(self, microbatch: Microbatch, received: Message | None) -> Message:
+    def forward(
+        self, microbatch: Microbatch, received: Message | None, weight: float = 1.0
+    ) -> Message:
         """Run the layers. Returns the next stage's input or, on the last stage, the loss.
 
         A stage that recomputes also builds the graph here and drops it, because kernels without a
@@ -94,6 +96,7 @@ class LocalStage:
 
         Args:
             received: output of the preceding stage; None on the first stage.
+            weight: weight of the micro-batch; only the last stage needs it.
         """
         hidden = None if received is None else received.leaves()
         output = self._run(microbatch, hidden)
@@ -103,7 +106,7 @@ class LocalStage:
         self._passes[microbatch.index] = _MicrobatchPass(microbatch, hidden, kept)
         if self.ends:
             assert isinstance(output, Tensor), "the last layer returns the loss"
-            self._losses[microbatch.index] = _Loss(output, microbatch.weight)
+            self._losses[microbatch.index] = _Loss(output, weight)
         return Message.of(output)
 
     def evaluate(self, microbatch: Microbatch, received: Message | None) -> Value:

@@ -265,8 +265,9 @@ class StageRunner:
         fields = LazyFields(lambda: self._read(stage, step, m))
         if stage.begins or stage.ends:
             fields.read()
-        microbatch = Microbatch(step, m, fields, weight=self._weights.get(m, 1.0))
-        output = stage.forward(microbatch, self._take_received(Kind.RECV_F, action))
+        received = self._take_received(Kind.RECV_F, action)
+        weight = self._weights.get(m, 1.0)
+        output = stage.forward(Microbatch(step, m, fields), received, weight)
         if stage.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable, Mapping
 
@@ -58,6 +59,9 @@ class DataSource:
         for name, value in found.fields.items():
             if not callable(getattr(value, "to", None)):  # packed sequences and graphs have it too
                 raise FieldError(f"{field}.fields[{name!r}]", description(value), RESULT)
+        if found.weight != 1.0:
+            remedy = "leave it out: Trainer(weight=...) weighs micro-batches"
+            raise FieldError(f"{field}.weight", description(found.weight), remedy)
         if (found.step, found.index) != (step, index) and not self._warned:
             self._warned = True
             numbers = f"step {found.step} and index {found.index}"
@@ -70,13 +74,15 @@ def equal_fields(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
     return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
 
 
-def digest_of(index: int, fields: Mapping[str, Tensor], *, exact: bool) -> int:
-    """Return a 64-bit hash of micro-batch `index`, by which workers compare what they have read.
+def digest_of(index: int, fields: Mapping[str, Tensor], weight: float = 1.0, *, exact: bool) -> int:
+    """Return a 64-bit hash of micro-batch `index`, by which workers compare what they have read, and
+    the weight that they gave it.
 
     It covers names, shapes and types, and the bits of whole numbers; with `exact` also the bits of
     floating-point numbers, which may differ between kinds of machines.
     """
     hasher = xxhash.xxh3_64(seed=index)
+    hasher.update(struct.pack("<d", weight))
     for name in sorted(fields):
         value = fields[name]
         hasher.update(f"{name} {type(value).__name__}".encode())

@@ -76,7 +76,8 @@ class Microbatch:
     digest: int = field(default=0, repr=False, compare=False, kw_only=True)
     """Hash of the fields (`elastic.worker.model.data_source.digest_of`); 0: unknown."""
     weight: float = field(default=1.0, repr=False, compare=False, kw_only=True)
-    """Weight in the mean over the step (`Trainer.weight`)."""
+    """Weight in the mean over the step. The runtime sets it where a micro-batch is read
+    (`Trainer(weight=...)`); layers do not see it."""
     _shared: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

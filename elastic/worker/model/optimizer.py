@@ -155,7 +155,8 @@ class LayerOptimizer:
                 )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
         groups = self._groups(spec, dict(parameters))
-        with _own_errors_of("a function that fails with", TypeError, ValueError):  # others: faults of the device
+        # Other errors are faults of the device.
+        with _own_errors_of("a function that fails with", TypeError, ValueError):
             self.optimizer = spec.factory(groups)
         self._trained = {name for name, p in parameters if p.requires_grad}
         self._check_optimizer(self._trained)

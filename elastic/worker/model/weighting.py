@@ -8,7 +8,7 @@ the step were one batch.
 The number of tokens in a step is known only when its last micro-batch was read. So each gradient is
 scaled by the micro-batch's weight divided by the expected weight of a step, and the update corrects
 the sum by the weight that the step really had (`elastic.worker.engine.step.judge`). The weights are
-added up beside the gradients (`elastic.worker.model.gradients`).
+added up beside the gradients (`elastic.worker.model.gradients`). Decision 051 says why.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.checks import description
+from elastic.worker.model.gradients import WEIGHT_SCALE
 
 IGNORED = -100
 """Label of a token that does not count; torch's and transformers' default."""
@@ -65,26 +67,27 @@ def _field(fields: Fields, name: str) -> Tensor:
 
 
 def checked_weight(given: object, where: str) -> float:
-    """Return `given`, the result of the script's weight function, as a float. Raises FieldError
-    unless it is one number that can be a weight. `where`: the micro-batch, for the error."""
+    """Return `given`, the result of the script's weight function, as a multiple of 2**-20, which
+    exact sums can hold. Raises FieldError unless it is one number that can be a weight. `where`: the
+    micro-batch, for the error."""
     remedy = f"the weight must be one number from 0 to {MOST_WEIGHT:,.0f}"
     field = f"weight of {where}"
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number and not (isinstance(given, Tensor) and given.numel() == 1):
-        number = hasattr(given, "__float__") and not isinstance(given, Tensor | str | bool)
-        if not number:  # NumPy's numbers are floats, too
-            raise FieldError(field, description(given), remedy)
-    value = float(given)  # type: ignore[arg-type]
+    truth = isinstance(given, bool | np.bool_)
+    if isinstance(given, str) or truth or getattr(given, "dtype", None) == torch.bool:
+        raise FieldError(field, description(given), remedy)
+    try:
+        value = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise FieldError(field, description(given), remedy) from None
     if not (math.isfinite(value) and 0 <= value <= MOST_WEIGHT):
         raise FieldError(field, description(value), remedy)
-    return value
+    return round(value * WEIGHT_SCALE) / WEIGHT_SCALE
 
 
-def weight_of(
-    weigh: Callable[[Fields], object] | None, fields: Fields, step: int, index: int
-) -> float:
-    """Return the weight of micro-batch `index` of `step`; 1 without a function."""
+def weight_of(weigh: Callable[[Fields], object] | None, fields: Fields, where: str) -> float:
+    """Return the weight of the micro-batch named `where`, a multiple of 2**-20; 1 without a
+    function. `fields` are in host memory."""
     if weigh is None:
         return 1.0
     with torch.no_grad():
-        return checked_weight(weigh(fields), f"data({step}, {index})")
+        return checked_weight(weigh(fields), where)

@@ -11,6 +11,7 @@ from elastic.domain.types import Accumulate
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.allreduce import GradientAllReduce, tied_pairs
 from elastic.worker.engine.stage import stages_of_rank
+from elastic.worker.model.gradients import ALIGN_ELEMENTS
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.models import (

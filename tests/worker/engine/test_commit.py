@@ -66,6 +66,21 @@ def test_the_loss_is_the_mean_by_weight() -> None:
     assert (without.weight, without.loss) == (0.0, 0.0)
 
 
+def test_a_holder_of_the_last_layer_without_work_knows_the_weight_too() -> None:
+    """After a recovery, another holder may have the sums of all micro-batches."""
+    both = roster_of([[0], [0]], 2, [(0, 1), (2, 3)])
+    ledgers = (frozenset[int](), frozenset(range(4)))
+    rows = []
+    for ledger in ledgers:
+        shares = (LayerContribution(ledger, 2.0), LayerContribution(ledger, 3.0))
+        losses = {m: 1.0 + m for m in ledger}
+        row = Contribution(7, 1, -1, shares, losses, weight=4.0)
+        rows.append(unpack(pack(row, both), both.members[0], both))
+    assert [row.weight for row in rows] == [4.0, 4.0]
+    agreed = decide(rows, both)
+    assert (agreed.weight, agreed.loss) == (4.0, 2.5)
+
+
 def common_contributions(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
     """Contributions of common sums; `ledgers` has one ledger per pipeline."""
     rows = []
@@ -282,7 +297,7 @@ def disagree(rank: Rank) -> tuple[str, str]:
     ]
     norms = dict.fromkeys(member.layers, 1.0)
     with pytest.raises(DivergenceError) as at_commit:
-        commit(links, ROSTER, held, norms, step=7, exact=True, digests=digests)
+        commit(links, ROSTER, held, norms, step=7, weight=0.0, exact=True, digests=digests)
     with pytest.raises(DivergenceError) as at_end:
         verify(links, ROSTER, member.layers, digests, step=8, device=0)
     links.close()
@@ -300,13 +315,16 @@ def test_all_ranks_learn_who_disagrees() -> None:
 
 def gather_and_decide(rank: Rank) -> Commit:
     mine = contributions(ROSTER, norm=0.1)[rank.rank]
-    layers = list(zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True))
+    member = ROSTER.members[rank.rank]
+    layers = list(zip(member.layers, mine.layers, strict=True))
     empty = Accumulator(FlatLayout((), 0), Accumulate.FAST, torch.device("cpu"), "", 1.0)
     held = [
         GradientSum(index, empty, set(layer.ledger), dict(mine.losses)) for index, layer in layers
     ]
     norms = {index: layer.norm_sq for index, layer in layers}
-    return commit(rank.open(), ROSTER, held, norms, step=7, halt_epoch=2 if rank.rank == 3 else -1)
+    weight = 4.0 if member.layers[-1] == ROSTER.n_layers - 1 else 0.0
+    halt = 2 if rank.rank == 3 else -1
+    return commit(rank.open(), ROSTER, held, norms, step=7, weight=weight, halt_epoch=halt)
 
 
 def test_all_ranks_derive_the_same_commit() -> None:

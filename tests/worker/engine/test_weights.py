@@ -142,7 +142,7 @@ def test_a_step_is_the_mean_over_all_rows(name: str, accumulate: Accumulate) -> 
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-8)
 
 
-def test_rows_without_any_that_count_change_nothing() -> None:
+def test_a_step_without_any_row_that_counts_has_a_record() -> None:
     agreed = Commit(norm=0.0, weight=0.0, loss=0.0, halt_epoch=-1)
     record = judge(3, agreed, M * TYPICAL, CLIP, StepChecks(), 1.0)
     assert (record.loss, record.grad_norm, record.clip) == (0.0, 0.0, 1.0)

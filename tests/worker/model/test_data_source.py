@@ -61,6 +61,17 @@ def test_data_returns_a_microbatch_of_tensors(result: Any, text: str) -> None:
         DataSource(lambda step, index: result)(2, 1)
 
 
+def test_data_gives_no_weight() -> None:
+    """A weight in a micro-batch would have no effect."""
+    heavy = Microbatch(2, 1, {"x": torch.ones(2)}, weight=3.0)
+    with pytest.raises(FieldError, match=r"data\(2, 1\).weight: 3.0 .*Trainer\(weight=...\)"):
+        DataSource(lambda step, index: heavy)(2, 1)
+
+
+def test_workers_compare_weights_too() -> None:
+    assert digest_of(0, {}, 2.0, exact=True) != digest_of(0, {}, 3.0, exact=True)
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -66,6 +66,13 @@ def test_numbers_are_weights(given: object, wanted: float) -> None:
         (2 * MOST_WEIGHT, "8388608.0"),
         (None, "None"),
         (True, "True"),
+        (np.bool_(True), "an object of type bool"),
+        (torch.tensor(True), r"a tensor of shape \(\) and type bool"),
+        (torch.tensor(1j), r"a tensor of shape \(\) and type complex64"),
+        (torch.empty((), device="meta"), r"a tensor of shape \(\) and type float32"),
+        (np.ones(3), "an object of type ndarray"),
+        (10**400, "1000.*"),
+        (label_count, "the function label_count"),
         ("4", "'4'"),
         (LABELS, r"a tensor of shape \(2, 4\) and type int64"),
     ],
@@ -73,8 +80,13 @@ def test_numbers_are_weights(given: object, wanted: float) -> None:
 def test_other_results_are_refused(given: object, text: str) -> None:
     wanted = rf"^weight of data\(4, 1\): {text} is not usable: .* one number from 0 to 4,194,304"
     with pytest.raises(FieldError, match=wanted):
-        weight_of(lambda fields: given, {}, 4, 1)
+        weight_of(lambda fields: given, {}, "data(4, 1)")
 
 
 def test_without_a_function_all_micro_batches_count_equally() -> None:
-    assert weight_of(None, {}, 4, 1) == 1.0
+    assert weight_of(None, {}, "data(4, 1)") == 1.0
+
+
+def test_a_weight_is_what_exact_sums_hold() -> None:
+    assert checked_weight(0.1, "data(0, 0)") == round(0.1 * 2**20) / 2**20
+    assert checked_weight(1e-9, "data(0, 0)") == 0.0
