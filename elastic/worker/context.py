@@ -66,8 +66,8 @@ class TrainingJob:
     def microbatch(
         self, step: int, index: int, device: torch.device, *, hashed: bool = True
     ) -> Microbatch:
-        """Return micro-batch `index` of `step` on `device`, with its weight and, if `hashed`, a hash
-        of both."""
+        """Return micro-batch `index` of `step` on `device`, with its weight. `hashed`: also with a
+        hash of both."""
         found = self.data(step, index).fields
         weight, digest = weight_of(self.weigh, found, f"data({step}, {index})"), 0
         if hashed:

@@ -68,8 +68,11 @@ def _field(fields: Fields, name: str) -> Tensor:
 
 def checked_weight(given: object, where: str) -> float:
     """Return `given`, the result of the script's weight function, as a multiple of 2**-20, which
-    exact sums can hold. Raises FieldError unless it is one number that can be a weight. `where`: the
-    micro-batch, for the error."""
+    exact sums can hold.
+
+    `where`: the micro-batch, for the error. Raises FieldError unless it is one number that can be a
+    weight.
+    """
     remedy = f"the weight must be one number from 0 to {MOST_WEIGHT:,.0f}"
     field = f"weight of {where}"
     truth = isinstance(given, bool | np.bool_)
