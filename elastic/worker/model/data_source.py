@@ -75,8 +75,7 @@ def equal_fields(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
 
 
 def digest_of(index: int, fields: Mapping[str, Tensor], weight: float = 1.0, *, exact: bool) -> int:
-    """Return a 64-bit hash of micro-batch `index` and its weight, by which workers compare what they
-    have read.
+    """Return a 64-bit hash of micro-batch `index` and its weight, which workers compare.
 
     It covers names, shapes and types, and the bits of whole numbers; with `exact` also the bits of
     floating-point numbers, which may differ between kinds of machines.
