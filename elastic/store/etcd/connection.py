@@ -38,6 +38,7 @@ ROUNDS = 2
 """Attempts per member and request. During etcd's own election the first answers are refusals."""
 MAX_BYTES = 64 << 20
 """Largest gRPC message in either direction."""
+DEADLINE = "Deadline Exceeded"
 REQUIRE_LEADER = ("hasleader", "true")
 """Metadata with which etcd refuses requests at a member that knows no leader. Without it the
 request waits."""
@@ -203,9 +204,13 @@ class EtcdConnection:
 
 
 def _text(error: Any) -> str:
-    if hasattr(error, "details"):
-        return str(error.details() or error.code()).splitlines()[0][:200]
-    return str(error or "time is up")
+    """Return the cause of a failed request. gRPC has several texts for a time limit that was
+    reached, as "Stream removed (Deadline Exceeded)"."""
+    if not hasattr(error, "details"):
+        return str(error or "time is up")
+    details = str(error.details() or error.code()).splitlines()[0][:200]
+    late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return "no answer in time" if late or DEADLINE in details else details
 
 
 def _lacks_leader(error: Any) -> bool:
