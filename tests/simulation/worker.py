@@ -113,6 +113,7 @@ class Context:
             spec=world.spec,
             accumulate=Accumulate.EXACT,
             data=lambda step, index: None,
+            typical_weight=1.0,
             evaluation=None,
         )
 
