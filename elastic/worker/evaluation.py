@@ -20,7 +20,7 @@ class Evaluation:
 
     Its micro-batches run forward through the pipelines, without gradients and with all modules in
     evaluation mode. Each runs once, on the nodes that are there, and the result does not depend on
-    the plan: the mean of the losses that the last layer returns, and of the figures that layers
+    the plan: the means of the losses that the last layer returns, and of the figures that layers
     report (`Microbatch.report`). Parameters and random numbers of the training stay as they are.
 
     Args:

@@ -7,8 +7,9 @@ recoveries.
     resolution   2**-44 = 5.7e-14. A float32 gradient of 2**-20 = 1e-6 or more enters without
                  rounding; smaller ones to within 2.9e-14, as good as float32 addition down to
                  about 1e-7.
-    range        |sum| < 2**19. Each element of a micro-batch's gradient (weighted by 1 / M) must
-                 be below `exact_limit`: 2**13 = 8192, or less with more than 64 micro-batches.
+    range        |sum| < 2**19. Each element of a micro-batch's gradient, which is divided by the
+                 number of micro-batches and multiplied by the weight relative to the expected one,
+                 must be below `exact_limit`: 2**13 = 8192, or less with more than 64 micro-batches.
                  Each micro-batch is in a sum at most once, so no sum can overflow.
 
 Two more elements follow those of the parameters. They are added up like them, so they survive sums,
