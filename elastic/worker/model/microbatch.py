@@ -100,8 +100,8 @@ class Microbatch:
 
         The evaluation's figure is the mean over the micro-batches that report it, by their weights
         (`Trainer(weight=...)`). In training nothing happens; `in_evaluation` saves the computation
-        there. Raises FieldError if the value is not one number, or if the micro-batch has the figure
-        already.
+        there. Raises FieldError if the value is not one number, or if the micro-batch has the
+        figure already.
         """
         if self.figures is None:
             return
