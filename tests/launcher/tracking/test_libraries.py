@@ -158,7 +158,10 @@ def test_weights_and_biases(run_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     track(run_dir, Target("wandb", "mine"))
+    import wandb
     from wandb.proto import wandb_internal_pb2
+
+    wandb.teardown()  # the files belong to the library's process until it has ended
 
     formats: Any = wandb_internal_pb2
     rows, ids = [], set()
@@ -174,7 +177,8 @@ def test_weights_and_biases(run_dir: Path, tmp_path: Path, monkeypatch: pytest.M
                     item.key or "/".join(item.nested_key): item for item in record.history.item
                 }
                 rows.append({name: json.loads(item.value_json) for name, item in names.items()})
-    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == list(enumerate(LOSSES))
+    found = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert found == list(enumerate(LOSSES)), (rows, [(f.name, f.stat().st_size) for f in files])
     assert [row["step"] for row in rows if "recovery/total_s" in row] == [2]
     assert len(files) == 2 and len(ids) == 1, "the second start goes on with the same run"
 
