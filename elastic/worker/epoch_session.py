@@ -253,7 +253,7 @@ class EpochSession:
             on_progress=context.agent.position.advance,
         )
         stack, lr = context.job.stack, context.job.optimizer.lr
-        installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied)
+        installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied_trained)
         try:
             context.replicas = installer.usable(self._assignment, member, context.replicas)
             if context.protection is not None:
@@ -279,7 +279,10 @@ class EpochSession:
             abandon=self._abandon,
             host=settings.host,
             holder_sets=self._roster.holder_sets(),
-            pairs=(*self._roster.pairs(), *tied_pairs(self._roster, context.job.stack.tied)),
+            pairs=(
+                *self._roster.pairs(),
+                *tied_pairs(self._roster, context.job.stack.tied_trained),
+            ),
             shaper=shaper_of(Path(settings.memory_dir) / node, settings.link),
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
             varying=context.job.stack.varying,
@@ -295,7 +298,7 @@ class EpochSession:
             replicas,
             self._abandon,
             self._send,
-            context.job.stack.tied,
+            context.job.stack.tied_trained,
             stages=len(self._roster.places(self._rank)),
         )
         return StepRunner(
@@ -303,7 +306,7 @@ class EpochSession:
             roster=self._roster,
             replicas=replicas,
             links=links,
-            tied=context.job.stack.tied,
+            tied=context.job.stack.tied_trained,
             optimizer=context.job.optimizer,
             data=self._data,
             typical_weight=context.job.typical_weight,

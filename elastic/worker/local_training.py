@@ -89,8 +89,8 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
         typical_weight=job.typical_weight,
         data=lambda step, index: job.microbatch(step, index, device, hashed=False),
     )
-    all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied)
-    limit = exact_limit(spec.n_microbatches, job.stack.tied)
+    all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied_trained)
+    limit = exact_limit(spec.n_microbatches, job.stack.tied_trained)
     expected, last = spec.n_microbatches * job.typical_weight, replicas[-1]
     try:
         for step in range(spec.n_steps):

@@ -121,7 +121,9 @@ class Trainer:
             tp=tp,
             seed=seed,
             tokens_per_microbatch=tokens,
-            tied=tuple((group[0][0], owner[0]) for group in stack.tied for owner in group[1:]),
+            tied=tuple(
+                (group[0][0], owner[0]) for group in stack.tied_trained for owner in group[1:]
+            ),
             checkpoint_every=checkpoint_every,
             evaluate_every=evaluation.every if evaluation else 0,
             evaluation_microbatches=evaluation.microbatches if evaluation else 0,

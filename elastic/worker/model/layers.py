@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from elastic.worker.model import rng as randomness
 from elastic.worker.model.checks import Described, check_callable, description, whole_number
 from elastic.worker.model.gradients import DTYPES, FlatLayout, flat_numel
 from elastic.worker.model.layer_checks import check_module
+from elastic.worker.model.meta_modules import on
 from elastic.worker.model.optimizer import OptimizerSpec
 
 # torch finds the functions that make tensors at the first use of a device context. transformers
@@ -27,12 +29,15 @@ from elastic.worker.model.optimizer import OptimizerSpec
 with torch.device("meta"):
     torch.empty(0)
 
+P = TypeVar("P", bound=Tensor)
 Tied = tuple[tuple[tuple[int, str], ...], ...]
 """Groups of (layer, parameter name) that are one tensor."""
 BUILDER = "each entry must be a function that builds the layer anew, as lambda: Layer(64, 64)"
 TIED = "groups of (layer, parameter name), as (((0, 'weight'), (3, 'weight')),)"
 _ON_META = re.compile(r"\bmeta (tensor|device)|\bdevice meta|\bdevices, .*\bmeta\b", re.IGNORECASE)
 """What torch says about an operation that needs the values of a tensor on the meta device."""
+FROZEN = "; frozen: "
+"""Separates the descriptions of trained and frozen parameters."""
 ADAM_BYTES = 8
 """Assumed optimizer bytes per element if no optimizer is given: two float32 moments."""
 
@@ -83,6 +88,11 @@ class LayerStack(ABC):
     @abstractmethod
     def n_layers(self) -> int: ...
 
+    @property
+    def tied_trained(self) -> Tied:
+        """The groups of `tied` whose tensor is trained. Frozen ones need no sum of gradients."""
+        return self.tied
+
     @abstractmethod
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         """Build layer `index` with its initial values, which depend on (seed, index) alone."""
@@ -118,9 +128,24 @@ class LayerStack(ABC):
         return ()
 
 
+def trained(parameters: Iterable[tuple[str, P]]) -> list[tuple[str, P]]:
+    """Return those of the `parameters` (name, parameter) that change. The others are frozen: every
+    worker builds them with their initial values, and no copy or checkpoint has them."""
+    return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+
+
 def describe_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """Return number, elements and types of a layer's `parameters`, and a hash of their names and
     shapes. Parameters that TP ranks split must be whole."""
+    named = list(parameters)
+    changing = trained(named)
+    text = _described(changing)
+    if len(changing) < len(named):
+        text += f"{FROZEN}{_described(one for one in named if not one[1].requires_grad)}"
+    return text
+
+
+def _described(parameters: Iterable[tuple[str, Tensor]]) -> str:
     rows = sorted(
         (name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in parameters
     )
@@ -141,23 +166,25 @@ def layer_spec(
     activation_bytes: int = 0,
     output_bytes: int = 0,
 ) -> LayerSpec:
-    """Return the spec of a layer with `parameters`: (name, tensor on the meta device).
+    """Return the spec of a layer with `parameters`: (name, parameter on the meta device).
 
-    A backward pass counts as two forward passes.
+    A backward pass counts as two forward passes, or as one for frozen parameters.
     """
     named = list(parameters)
+    changing = trained(named)
     elements: dict[torch.dtype, int] = {}
-    for _, parameter in named:
+    for _, parameter in changing:
         elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+    whole, count = (sum(p.numel() for _, p in some) for some in (named, changing))
     return LayerSpec(
-        param_bytes=sum(n * dtype.itemsize for dtype, n in elements.items()),
+        param_bytes=sum(p.numel() * p.dtype.itemsize for _, p in named),
         state_bytes=sum(
             n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
             for dtype, n in elements.items()
         ),
-        gradient_bytes=flat_numel(FlatLayout.of(named)) * DTYPES[accumulate].itemsize,
+        gradient_bytes=flat_numel(FlatLayout.of(changing)) * DTYPES[accumulate].itemsize,
         forward_s=forward_s,
-        backward_s=2 * forward_s,
+        backward_s=(1 + (count / whole if whole else 1)) * forward_s,
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
     )
@@ -200,13 +227,21 @@ class ListStack(LayerStack):
                 raise FieldError(f"builders[{index}]", description(builder), BUILDER)
             check_callable(f"builders[{index}]", builder, 0, BUILDER)
         self.seed, self.varying = whole_number("seed", seed), bool(varying)
-        self._described: dict[int, list[tuple[str, Tensor]]] = {}
+        self._described: dict[int, list[tuple[str, nn.Parameter]]] = {}
         self.tied = tied
         self._check_tied()
 
     @property
     def n_layers(self) -> int:
         return len(self.builders)
+
+    @property
+    def tied_trained(self) -> Tied:
+        return tuple(
+            group
+            for group in self.tied
+            if dict(self._parameters(group[0][0]))[group[0][1]].requires_grad
+        )
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         return with_tied_values(self.tied, self._initial, index).to(device)
@@ -236,18 +271,22 @@ class ListStack(LayerStack):
         if groups is None or not all(_is_tied_group(group) for group in groups):
             raise FieldError("tied", self.tied, TIED)
         for group in groups:
-            shapes = set()
+            shapes, frozen = set(), set()
             for layer, name in group:
                 known = dict(self._parameters(layer)) if 0 <= layer < self.n_layers else {}
                 if name not in known:
                     raise FieldError("tied", (layer, name), "no such layer or parameter")
                 shapes.add((tuple(known[name].shape), known[name].dtype))
+                frozen.add(not known[name].requires_grad)
+            if len(frozen) > 1:
+                what = Described("a parameter that is frozen in one layer and trained in another")
+                raise FieldError("tied", what, "tied parameters are one tensor: freeze all or none")
             if len(shapes) > 1:
                 found = " and ".join(sorted(str(shape) for shape, _ in shapes))
                 remedy = "tied parameters need the same shape and type"
                 raise FieldError("tied", group, f"{remedy}: these have the shapes {found}")
 
-    def _parameters(self, index: int) -> list[tuple[str, Tensor]]:
+    def _parameters(self, index: int) -> list[tuple[str, nn.Parameter]]:
         """Return names and parameters of layer `index` on the meta device, without values. Raises
         FieldError if its module is not usable, or if the builder does not build an equal one."""
         if index not in self._described:
@@ -259,7 +298,7 @@ class ListStack(LayerStack):
                 what = "module" if module is again else "parameters"
                 raise FieldError(field, Described(f"the same {what} at each call"), BUILDER)
             # A builder that copies a trained module gives real tensors: do not keep them.
-            found = [(n, torch.empty_like(p, device="meta")) for n, p in module.named_parameters()]
+            found = [(n, on(p, "meta")) for n, p in module.named_parameters()]
             if describe_parameters(found) != describe_parameters(again.named_parameters()):
                 remedy = "each call must build the same parameters, because any node may call it"
                 raise FieldError(field, Described("another module at the second call"), remedy)

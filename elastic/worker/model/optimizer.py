@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -68,7 +68,8 @@ class OptimizerSpec:
     lr: LearningRate
     """Learning rate per step; the "lr_scale" of a group multiplies it."""
     groups: Callable[[list[tuple[str, Parameter]]], ParameterGroups] = one_group
-    """groups([(name, parameter), ...]) -> groups of one layer. Must treat tied parameters alike."""
+    """groups([(name, parameter), ...]) -> groups of one layer, which has these trained parameters.
+    Must treat tied parameters alike."""
     clip_norm: float | None = None
     """Global gradient norm above which gradients are scaled down; None: no clipping."""
     master_weights: bool = False
@@ -155,11 +156,10 @@ class LayerOptimizer:
                 )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
         groups = self._groups(spec, dict(parameters))
-        # Other errors are faults of the device.
+        # Other errors are faults of the device. A factory need not expect an empty layer.
         with _own_errors_of("a function that fails with", TypeError, ValueError):
-            self.optimizer = spec.factory(groups)
-        self._trained = {name for name, p in parameters if p.requires_grad}
-        self._check_optimizer(self._trained)
+            self.optimizer = (spec.factory if self.targets else torch.optim.SGD)(groups)
+        self._check_optimizer()
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
     def portion_of(self, tensor: Tensor) -> Tensor:
@@ -188,28 +188,21 @@ class LayerOptimizer:
             {**group, "params": [target_of[id(p)] for p in group["params"]]} for group in groups
         ]
 
-    def _check_optimizer(self, trained: Set[str]) -> None:
-        """Raise FieldError unless the factory returned an optimizer of the update targets, or of
-        those of the `trained` parameters: it may leave out frozen ones."""
+    def _check_optimizer(self) -> None:
+        """Raise FieldError unless the factory returned an optimizer of the update targets."""
         made: object = self.optimizer
         if not isinstance(made, torch.optim.Optimizer):
             what = Described(f"a function that returns {description(made)}")
             raise FieldError("OptimizerSpec.factory", what, FACTORY)
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-        known = {name: id(target) for name, target in self.targets.items()}
-        if not {known[name] for name in trained} <= held <= set(known.values()):
+        if held != {id(target) for target in self.targets.values()}:
             what = Described(f"{type(made).__name__} of other parameters")
             raise FieldError("OptimizerSpec.factory", what, FACTORY)
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """Update in place from `gradients`: float32, in parameter order, this portion of each.
-
-        Frozen parameters (`requires_grad` is False) get no gradient, so that weight decay leaves
-        them as they are.
-        """
-        for (name, target), gradient in zip(self.targets.items(), gradients, strict=True):
-            trained = name in self._trained and target.numel()
-            target.grad = gradient.to(target.dtype) if trained else None
+        """Update in place from `gradients`: float32, in parameter order, this portion of each."""
+        for target, gradient in zip(self.targets.values(), gradients, strict=True):
+            target.grad = gradient.to(target.dtype) if target.numel() else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()

@@ -20,6 +20,7 @@ from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.layers import (
     LayerStack,
     TensorParallel,
+    Tied,
     describe_parameters,
     layer_spec,
     with_tied_values,
@@ -70,6 +71,14 @@ class WholeModel(LayerStack):
         self.seed, self.varying = whole_number("seed", seed), bool(varying)
         self._empty = [self.empty_layer(index) for index in range(self.n_layers)]
         self.tied = self._find_tied()
+
+    @property
+    def tied_trained(self) -> Tied:
+        return tuple(
+            group
+            for group in self.tied
+            if self._empty[group[0][0]].get_parameter(group[0][1]).requires_grad
+        )
 
     def take_values(self, values: StoredValues) -> None:
         """Let the layers begin with the values of a checkpoint.

@@ -8,7 +8,7 @@ from torch import nn
 from elastic.domain.types import WHOLE, Accumulate, Portion
 from elastic.worker.model.gradients import Accumulator, FlatLayout, exact_limit
 from elastic.worker.model.layer_checks import check_module
-from elastic.worker.model.layers import LayerStack, TensorParallel
+from elastic.worker.model.layers import LayerStack, TensorParallel, trained
 from elastic.worker.model.optimizer import LayerOptimizer, OptimizerSpec
 from elastic.worker.replica.replica import LayerReplica, shard_dim
 
@@ -29,17 +29,20 @@ def build_replica(
     """Return a replica of layer `index` at version 0.
 
     `n_microbatches`: micro-batches of a step, over all pipelines. `empty`: with arbitrary values to
-    replace. Raises FieldError if the module or the optimizer is not usable.
+    replace; frozen parameters, which no copy has, get their initial values all the same. Raises
+    FieldError if the module or the optimizer is not usable.
     """
     module = (stack.build_empty if empty else stack.build)(index, device, tp)
+    if empty and isinstance(module, nn.Module) and _has_frozen(module):
+        module = stack.build(index, device, tp)
     if isinstance(module, nn.Module):
         module.train()
     check_module(index, module)
-    parameters = list(module.named_parameters())
-    outside_norm = {name for group in stack.tied for layer, name in group[1:] if layer == index}
+    parameters, tied = trained(module.named_parameters()), stack.tied_trained
+    outside_norm = {name for group in tied for layer, name in group[1:] if layer == index}
     if tp.rank > 0:
         outside_norm |= {name for name, parameter in parameters if shard_dim(parameter) < 0}
-    limit = exact_limit(n_microbatches, stack.tied)
+    limit = exact_limit(n_microbatches, tied)
     return LayerReplica(
         index,
         tp,
@@ -50,6 +53,10 @@ def build_replica(
         outside_norm=frozenset(outside_norm),
         last=index == stack.n_layers - 1,
     )
+
+
+def _has_frozen(module: nn.Module) -> bool:
+    return any(not parameter.requires_grad for parameter in module.parameters())
 
 
 def warm_up(

@@ -15,7 +15,7 @@ from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator, FlatLayout
 from elastic.worker.model.layer_checks import LayerChecks
-from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.layers import TensorParallel, trained
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
@@ -75,7 +75,9 @@ class LayerReplica(GradientSum):
         self._targets = FlatLayout.of(optimizer.targets.items())
         """Layout of an update's input: the gradients of the tensors that the update changes."""
         self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
-        self._parameters = dict(module.named_parameters())
+        self._parameters = dict(trained(module.named_parameters()))
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._frozen_digest: int | None = None
         self._plan: StatePlan | None = None
         self._checks, self._last = LayerChecks(index, module, last=last), last
 
@@ -239,7 +241,7 @@ class LayerReplica(GradientSum):
 
     @property
     def parameters(self) -> Iterable[Parameter]:
-        """All parameters, whole."""
+        """All parameters that are trained, whole."""
         return self._parameters.values()
 
     @property
@@ -295,8 +297,10 @@ class LayerReplica(GradientSum):
         return found
 
     def digest(self) -> int:
-        """Return a 64-bit hash of all parameters, whole."""
-        return parameter_digest(self.parameters)
+        """Return a 64-bit hash of all parameters, whole. Frozen ones are read once."""
+        if self._frozen_digest is None:
+            self._frozen_digest = parameter_digest(self._frozen) if self._frozen else 0
+        return parameter_digest(self.parameters) ^ self._frozen_digest
 
     # ---- the state as bytes ----
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic.domain.errors import FieldError
+from elastic.domain.types import Accumulate, JobSpec
 from elastic.launcher.cli import main
 from elastic.store import checkpoint_directory
 from elastic.worker.contrib.huggingface.export import to_huggingface
@@ -19,6 +20,7 @@ from elastic.worker.replica.export import params_sha256
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import replicas, run
 from tests.worker.contrib.test_huggingface import config, masked
+from tests.worker.model.toy_model import sgd
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,6 +84,46 @@ def test_transformers_loads_the_same_bits(family: str, shard_bytes: int, tmp_pat
     with torch.no_grad():
         loss = model.train()(**masked(2).fields).loss.item()
     assert run(again, [1], masked(2)) == pytest.approx(loss, abs=1e-5)
+
+
+def partly_frozen(path: Path) -> Any:
+    """A model whose blocks are frozen, saved in a folder."""
+    torch.manual_seed(4)
+    model = transformers.AutoModelForCausalLM.from_config(config("llama"))
+    model.save_pretrained(path)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers" not in name)
+    return model
+
+
+def test_frozen_parameters_are_read_from_the_folder(tmp_path: Path) -> None:
+    model = partly_frozen(tmp_path / "model")
+    layers, stack = trained(model), from_huggingface(model)
+    folder = tmp_path / "c"
+    for layer in layers:
+        view = memoryview(layer.state_run().numpy().data)
+        checkpoint_directory.write_part(folder, 1, layer.index, 0, len(layers), 1, view)
+    optimizer = sgd()
+    spec = JobSpec(
+        stack.specs(Accumulate.EXACT, optimizer), n_microbatches=1, n_steps=1,
+        contents=stack.contents(), optimizer=optimizer.describe(),
+    )  # fmt: skip
+    checkpoint = checkpoint_directory.commit(folder, 1, spec)
+    assert sum(f.stat().st_size for f in checkpoint.glob("layer-*.safetensors")) < sum(
+        f.stat().st_size for f in (tmp_path / "model").glob("*.safetensors")
+    )
+    found = to_huggingface(checkpoint, tmp_path / "model", tmp_path / "out")
+    runs = [[memoryview(layer.state_run().numpy().data)] for layer in layers]
+    assert found["params_sha256"] == params_sha256(runs)
+    values = dict(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters()
+    )
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters():
+            assert torch.equal(values[stack.name_of(layer.index, name)], parameter), name
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(FieldError, match=r"--model: .*the checkpoint has no frozen parameters"):
+        to_huggingface(checkpoint, tmp_path / "model", tmp_path / "again")
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

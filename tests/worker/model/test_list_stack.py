@@ -145,6 +145,19 @@ def test_ties_are_groups_of_layers_and_names(tied: Any) -> None:
         ListStack([First, Last], 0, tied)
 
 
+def test_tied_parameters_are_frozen_together() -> None:
+    def frozen() -> nn.Module:
+        return First().requires_grad_(False)
+
+    name = next(name for name, p in First().named_parameters() if p.ndim == 2)
+    group = ((0, name), (1, name))
+    with pytest.raises(FieldError, match="tied: a parameter that is frozen in one layer and"):
+        ListStack([First, frozen], 0, (group,))
+    assert ListStack([First, First], 0, (group,)).tied_trained == (group,)
+    both = ListStack([frozen, frozen], 0, (group,))
+    assert both.tied == (group,) and both.tied_trained == ()
+
+
 def test_tied_parameters_have_one_shape() -> None:
     ties = (((0, "inner.weight"), (1, "inner.bias")),)
     with pytest.raises(FieldError, match=r"tied: .* these have the shapes \(6, 6\) and \(6,\)"):

@@ -12,8 +12,6 @@ import torch
 from torch.nn import Parameter
 
 from elastic.domain.errors import FieldError
-from elastic.domain.state_layout import GRAIN
-from elastic.domain.types import WHOLE, Portion
 from elastic.worker.model.learning_rate import constant
 from elastic.worker.model.optimizer import (
     LayerOptimizer,
@@ -291,18 +289,11 @@ def test_a_layer_without_parameters_is_updated() -> None:
         LayerOptimizer([], made).step([], 0.1)
 
 
-def test_the_factory_may_leave_out_frozen_parameters() -> None:
-    def trained(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        chosen = [p for group in groups for p in group["params"] if p.requires_grad]
-        return torch.optim.AdamW(chosen, weight_decay=0.5)
+def test_a_factory_that_flattens_groups_need_not_expect_empty_layers() -> None:
+    def flat(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for group in groups for p in group["params"]])
 
-    named = parameters()
-    named[0][1].requires_grad_(False)
-    before = [p.detach().clone() for _, p in named]
-    LayerOptimizer(named, OptimizerSpec(factory=trained, lr=constant(0.1))).step(
-        [torch.zeros(4, 3), torch.ones(4)], 0.1
-    )
-    assert torch.equal(named[0][1], before[0]) and not torch.equal(named[1][1], before[1])
+    LayerOptimizer([], OptimizerSpec(factory=flat, lr=constant(0.1))).step([], 0.1)
 
 
 def test_an_error_of_torch_on_the_device_is_not_an_error_of_the_factory() -> None:
@@ -314,27 +305,6 @@ def test_an_error_of_torch_on_the_device_is_not_an_error_of_the_factory() -> Non
     made = OptimizerSpec(factory=factory, lr=constant(0.1))
     with pytest.raises(RuntimeError, match="overflow"):
         LayerOptimizer(parameters(torch.float16), made)
-
-
-@pytest.mark.parametrize("portion", [WHOLE, (1, 2)])
-def test_frozen_parameters_stay_as_they_are(portion: Portion) -> None:
-    """Weight decay would change them although their gradients are zero."""
-    named = [(name, Parameter(torch.ones(4, GRAIN))) for name in ("frozen", "trained")]
-    named[0][1].requires_grad_(False)
-    spec = OptimizerSpec(
-        factory=lambda groups: torch.optim.AdamW(groups, weight_decay=0.5),
-        lr=constant(0.1),
-        elementwise=True,
-    )
-    layer = LayerOptimizer(named, spec, portion=portion)
-    layer.step([torch.zeros_like(p) for p in layer.parameters.values()], 0.1)
-    frozen, trained = layer.parameters.values()
-    assert torch.equal(frozen, torch.ones_like(frozen))
-    assert not torch.equal(trained, torch.ones_like(trained))
-    assert {name for name, _, _ in layer.tensors()} == {"trained"}
-    again = LayerOptimizer(named, spec, empty=True, portion=portion)
-    again.load({(name, key): tensor for name, key, tensor in layer.tensors()}, layer.extra())
-    assert [n for n, _, _ in again.tensors()] == [n for n, _, _ in layer.tensors()]
 
 
 def test_a_number_is_a_constant_rate() -> None:

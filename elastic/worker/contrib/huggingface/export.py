@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from elastic.domain.errors import FieldError
 from elastic.store import safetensors_stream
@@ -16,8 +17,10 @@ from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.folders import new_folder
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
-from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE
+from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE, weights_in
 from elastic.worker.model.checks import whole_number
+from elastic.worker.model.layers import FROZEN
+from elastic.worker.model.state_codec import as_bytes, as_memory
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
 COPIED = (
@@ -33,6 +36,10 @@ COPIED = (
 )
 """Names of files that belong to a model beside its weights."""
 MODEL = "the folder with the config.json of the model that was trained is needed"
+BASE = (
+    "the checkpoint has no frozen parameters: the folder must also have the safetensors files with "
+    "which the training began"
+)
 
 
 def to_huggingface(
@@ -42,11 +49,13 @@ def to_huggingface(
 
     The folder has the safetensors files with their index, the config.json, and other files that
     belong to a model, as those of its tokeniser. It appears whole or not at all. A parameter that
-    is tied to another one is left out, as transformers does. A file and a layer are in memory.
+    is tied to another one is left out, as transformers does. A file and a layer are in memory. The
+    hash is that of the trained parameters, as in the job's summary.
 
     Args:
         checkpoint: the directory of one step, or of all steps; then the newest is taken.
-        model: folder with the config.json of the model, as `from_huggingface` takes it.
+        model: folder with the config.json of the model, as `from_huggingface` takes it. Frozen
+            parameters, which no checkpoint has, are read from its safetensors files.
         shard_bytes: largest size of a file, unless a tensor is larger.
 
     Raises FieldError if `out` exists or cannot be written, or for a checkpoint of another model.
@@ -55,7 +64,7 @@ def to_huggingface(
     shard_bytes = whole_number("--shard-size", shard_bytes, 1)
     with new_folder(Path(out), path) as fresh:
         stack = _stack_of(source)
-        found = _write(stack, path, fresh, shard_bytes)
+        found = _write(stack, path, source, fresh, shard_bytes)
         _save_config(source, stack.model_name, fresh, str(found.pop("dtype")))
         _copy_others(source, fresh)
     return found
@@ -69,7 +78,7 @@ def named_tensors(
     Tied parameters are given under each name, as in a model's state_dict. The values are added to
     `digest`. Raises FieldError for a checkpoint of another model.
     """
-    return _shards(_tensors(_stack_of(model), path, digest, copies=True), shard_bytes)
+    return _shards(_tensors(_stack_of(model), path, model, digest, copies=True), shard_bytes)
 
 
 def _stack_of(source: Path) -> HuggingFaceStack:
@@ -93,13 +102,13 @@ def _save_config(source: Path, model_name: str, folder: Path, dtype: str) -> Non
 
 
 def _write(
-    stack: HuggingFaceStack, path: str, folder: Path, shard_bytes: int
+    stack: HuggingFaceStack, path: str, source: Path, folder: Path, shard_bytes: int
 ) -> dict[str, int | str]:
     """Write the weights to `folder`. Return step, number of tensors, bytes and hash; and the type
     of the parameters, if all have the same."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
     step, dtypes = SavedCheckpoint(path).manifest.step, set()
-    for shard in _shards(_tensors(stack, path, digest), shard_bytes):
+    for shard in _shards(_tensors(stack, path, source, digest), shard_bytes):
         files += 1
         safetensors_stream.write(folder / f"part-{files}", shard, {"format": "pt"})
         for tensor in shard:
@@ -119,23 +128,39 @@ def _write(
 
 
 def _tensors(
-    stack: HuggingFaceStack, path: str, digest: hashlib._Hash, *, copies: bool = False
+    stack: HuggingFaceStack,
+    path: str,
+    source: Path,
+    digest: hashlib._Hash,
+    *,
+    copies: bool = False,
 ) -> Iterator[RawTensor]:
-    """Yield the parameters under the model's names; add all of them to `digest`. `copies`: yield
-    those that are tied to another one, too."""
+    """Yield the parameters under the model's names; add those of the checkpoint to `digest`.
+    `copies`: yield those that are tied to another one, too."""
     firsts = {owner: group[0] for group in stack.tied for owner in group}
     seen: dict[tuple[int, str], bytes] = {}
-    layers = SavedCheckpoint(path).manifest.n_layers
+    manifest = SavedCheckpoint(path).manifest
+    layers = manifest.n_layers
+    if any(FROZEN in text for text in manifest.contents):
+        _take_base(stack, source)
     if layers != stack.n_layers:
         what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"
         raise FieldError("--model", stack.model_name, f"{what}: {MODEL}")
     for layer, runs in enumerate(checkpoint_runs(path)):
-        wanted = {name: tuple(p.shape) for name, p in stack.empty_layer(layer).named_parameters()}
+        empty = dict(stack.empty_layer(layer).named_parameters())
+        wanted = {name: tuple(p.shape) for name, p in empty.items()}
         held = list(parameters(runs))
-        _check(stack, layer, wanted, {name: values.shape for name, _, values in held})
+        names = {name for name, _, _ in held}
+        found = {name: values.shape for name, _, values in held}
+        if manifest.contents and FROZEN in manifest.contents[layer]:
+            absent = [name for name in empty if name not in names]
+            held += [_base_value(stack, layer, name, empty[name]) for name in sorted(absent)]
+            found |= {name: wanted[name] for name in absent}
+        _check(stack, layer, wanted, found)
         for name, dtype, values in held:
             data = memoryview(values.reshape(-1).view(np.uint8).data)
-            digest.update(data)
+            if name in names:
+                digest.update(data)
             first = firsts.get((layer, name))
             if first is not None:
                 value = hashlib.sha256(data).digest()
@@ -145,6 +170,29 @@ def _tensors(
                     raise FieldError("--model", stack.model_name, remedy)
             if copies or first in (None, (layer, name)):
                 yield RawTensor(stack.name_of(layer, name), dtype, values.shape, data)
+
+
+def _take_base(stack: HuggingFaceStack, source: Path) -> None:
+    """Let `stack` know the values with which the training began. Raises FieldError."""
+    values = weights_in(source)
+    if values is None:
+        raise FieldError("--model", str(source), BASE)
+    stack.take_values(values)
+
+
+def _base_value(
+    stack: HuggingFaceStack, layer: int, name: str, empty: torch.Tensor
+) -> tuple[str, str, NDArray[np.generic]]:
+    """Return (name, type, values) of a frozen parameter, in the type of the model's parameter."""
+    full = stack.name_of(layer, name)
+    assert stack.values is not None
+    value = stack.values(full).to(empty.dtype)
+    if value.shape != empty.shape:
+        what = f"{full} is {tuple(value.shape)} in its safetensors files"
+        raise FieldError("--model", stack.model_name, f"{what}: {MODEL}")
+    dtype = str(value.dtype).removeprefix("torch.")
+    raw = np.frombuffer(as_memory(as_bytes(value)), dtype=f"<u{value.element_size()}")
+    return name, dtype, raw.reshape(value.shape)
 
 
 def _check(
