@@ -4,6 +4,7 @@
 
 `--model` is a family of the package, of which a small model is made, or a folder with a
 config.json. Sequences have different lengths and are padded, so the micro-batches have masks.
+`--lora` trains adapters beside the model, which stays as it is.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     out.add_argument("--model", default="llama", help="family, as llama, or a folder")
+    out.add_argument("--lora", default=None, help="folder with the config of LoRA adapters")
     out.add_argument("--seq-len", type=int, default=64, help="bytes per sequence")
     out.add_argument("--micro-batch-size", type=int, default=2, help="sequences per micro-batch")
     out.add_argument("--num-microbatches", type=int, default=6, help="micro-batches per step")
@@ -77,7 +79,7 @@ def train(flags: argparse.Namespace) -> None:
         return Microbatch(step, index, {"input_ids": ids, "attention_mask": mask, "labels": labels})
 
     Trainer(
-        stack=from_huggingface(model(flags.model), seed=flags.seed),
+        stack=from_huggingface(model(flags.model), seed=flags.seed, lora=flags.lora),
         optimizer=adamw(cosine(flags.lr, warmup=2, steps=flags.steps)),
         data=data,
         steps=flags.steps,

@@ -255,7 +255,7 @@ class Protection:
                 publish(new, version, epoch, "")
 
     def is_sound(self, replica: LayerReplica) -> bool | None:
-        """Return whether the live state equals its newest copy; None: no copy of this version."""
+        """Return whether the replica is as after its last update; None: no copy of this version."""
         return self._publisher.is_sound(replica)
 
     @property

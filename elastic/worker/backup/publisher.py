@@ -196,10 +196,13 @@ class Publisher:
         return self._copier is None
 
     def is_sound(self, replica: LayerReplica) -> bool | None:
-        """Return whether the live state of `replica` equals the newest copy of it.
+        """Return whether `replica` is as it was after its last update.
 
-        None if there is no copy of this version and portion.
+        The live state must equal its newest copy, and frozen parameters, which no copy has, those
+        that were built. None if there is no copy of this version and portion.
         """
+        if not replica.frozen_intact():
+            return False
         copy = self._states.get(replica.index)
         if copy is None or (copy.step, copy.portion) != (replica.version, replica.portion):
             return None

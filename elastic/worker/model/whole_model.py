@@ -107,7 +107,7 @@ class WholeModel(LayerStack):
             self.name_of(index, name)
             for index, module in enumerate(self._empty)
             for name, _ in module.named_parameters()
-            if (index, name) not in copies
+            if (index, name) not in copies and not self.is_added(name)
         ]
 
     @abstractmethod
@@ -117,6 +117,10 @@ class WholeModel(LayerStack):
     @abstractmethod
     def name_of(self, layer: int, name: str) -> str:
         """Return the model's name of parameter `name` of a layer."""
+
+    def is_added(self, name: str) -> bool:
+        """Return whether a parameter is beside those of the model for which values are given."""
+        return False
 
     @abstractmethod
     def initialise(self, module: nn.Module) -> None:
@@ -156,7 +160,7 @@ class WholeModel(LayerStack):
             copied = self._copies()
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
-                    if (index, name) not in copied:
+                    if (index, name) not in copied and not self.is_added(name):
                         self._copy(parameter, self.name_of(index, name))
             return module
         with torch.random.fork_rng(devices=[]), torch.no_grad():

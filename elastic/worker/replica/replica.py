@@ -77,7 +77,7 @@ class LayerReplica(GradientSum):
         self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
         self._parameters = dict(trained(module.named_parameters()))
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self._frozen_digest: int | None = None
+        self._frozen_digest = parameter_digest(self._frozen)
         self._plan: StatePlan | None = None
         self._checks, self._last = LayerChecks(index, module, last=last), last
 
@@ -297,10 +297,12 @@ class LayerReplica(GradientSum):
         return found
 
     def digest(self) -> int:
-        """Return a 64-bit hash of all parameters, whole. Frozen ones are read once."""
-        if self._frozen_digest is None:
-            self._frozen_digest = parameter_digest(self._frozen) if self._frozen else 0
-        return parameter_digest(self.parameters) ^ self._frozen_digest
+        """Return a 64-bit hash of all parameters, whole, also of those that are frozen."""
+        return parameter_digest([*self.parameters, *self._frozen])
+
+    def frozen_intact(self) -> bool:
+        """Return whether the frozen parameters are still those that were built."""
+        return parameter_digest(self._frozen) == self._frozen_digest
 
     # ---- the state as bytes ----
 

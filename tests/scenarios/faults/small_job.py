@@ -1,11 +1,12 @@
 """A job of three small layers whose data or parameters go wrong at a given step.
 
-    small_job.py [--flip NODE STEP [--bit BIT] [--late]]
+    small_job.py [--flip NODE STEP [--bit BIT] [--late]] [--frozen]
                  [--nan STEP MICROBATCH] [--inf STEP MICROBATCH]
 
 `--flip` changes one bit of a weight on NODE, once, while it runs the first micro-batch of STEP, or
 `--late` before its update, when the commit has compared all replicas. BIT is 20, in the mantissa,
-unless another one is given; 30 is the highest bit of the exponent. `--nan` puts a NaN into the data
+unless another one is given; 30 is the highest bit of the exponent. `--frozen` freezes the layer of
+that weight. `--nan` puts a NaN into the data
 of one micro-batch; `--inf` makes its gradient infinite.
 """
 
@@ -26,6 +27,7 @@ flags = argparse.ArgumentParser()
 flags.add_argument("--flip", nargs=2, default=("", "-1"))
 flags.add_argument("--bit", type=int, default=20)
 flags.add_argument("--late", action="store_true")
+flags.add_argument("--frozen", action="store_true")
 flags.add_argument("--inf", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--nan", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--steps", type=int, default=6)
@@ -77,7 +79,11 @@ def data(step: int, index: int) -> Microbatch:
     return Microbatch(step, index, {"x": x, "y": y})
 
 
-stack = ListStack([lambda: Layer(8, 32), lambda: Layer(32, 32), lambda: Layer(32, 1)], seed=0)
+def middle() -> Layer:
+    return Layer(32, 32).requires_grad_(not arguments.frozen)
+
+
+stack = ListStack([lambda: Layer(8, 32), middle, lambda: Layer(32, 1)], seed=0)
 adam = adamw(lr)
 Trainer(
     stack=stack,

@@ -57,6 +57,18 @@ def test_a_flipped_bit_of_one_replica_is_repaired(
     assert recovery["cause_kinds"] == ["divergence"] and recovery["nodes_after"] == 2
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_a_flipped_bit_of_a_frozen_weight_is_repaired(tmp_path: Path, node: str) -> None:
+    """Copies do not have frozen parameters. The wrong layer is built anew, also on the node that
+    both copies come from."""
+    flags = exact("--nnodes", "2", "--pipelines", "2")
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--frozen", "--flip", node, "2"])
+    check_same(run, reference(tmp_path, arguments=("--frozen",)))
+    (found,) = run.summary["divergences"]
+    assert (found["step"], found["wrong"], found["fatal"]) == (2, [[node, 1, 0]], False)
+
+
 @pytest.mark.parametrize(
     ("node", "wrong"), [("node1", []), pytest.param("node0", [["node0", 1, 0]], marks=CHAOS)]
 )

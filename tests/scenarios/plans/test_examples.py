@@ -78,6 +78,13 @@ def test_an_example_loses_a_node_and_changes_no_bit(section: str, tmp_path: Path
         assert len(lost["recoveries"]) == 1 and not plain["recoveries"]
         assert lost["loss"][-1] < lost["loss"][0]
     assert lost is not None, section
+    if (tmp_path / "adapter").exists():
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+        adapted = dict(PeftModel.from_pretrained(base, tmp_path / "adapter").named_parameters())
+        assert all(value.any() for name, value in adapted.items() if "lora" in name)
     if (tmp_path / "tuned-model").exists():
         from transformers import AutoModelForCausalLM
 

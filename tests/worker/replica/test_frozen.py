@@ -77,7 +77,7 @@ def train(layers: list[LayerReplica], steps: int = 2) -> None:
             assert isinstance(out, Tensor)
             hidden = out
         assert hidden is not None
-        hidden.backward()
+        torch.autograd.backward(hidden)
         for layer in layers:
             layer.collect(0, skip=False)
             layer.update(layer.gradient.clone(), 1.0, 0.1)
@@ -138,6 +138,14 @@ def test_other_files_of_the_base_model_are_found() -> None:
     """The hash that the holders of a layer compare covers frozen parameters too."""
     one, other = replica(1), replica(1, model=ListStack([Adapted, Frozen, Last], seed=4))
     assert one.digest() != other.digest()
+
+
+def test_a_flipped_bit_of_a_frozen_parameter_is_found() -> None:
+    layer, other = replica(1), replica(1)
+    assert layer.frozen_intact()
+    layer.module.get_parameter("base.weight").view(torch.int32)[3, 5] ^= 1 << 20
+    assert layer.digest() != other.digest()
+    assert (layer.frozen_intact(), other.frozen_intact()) == (False, True)
 
 
 def test_a_state_of_other_frozen_parameters_does_not_fit() -> None:

@@ -2,5 +2,5 @@
 
 `stack.py` has `from_huggingface`, and `cut.py` the stand-ins for a model's modules; only these two
 import transformers. `weights.py` reads the files of a folder. `export.py` writes a checkpoint as a
-folder.
+folder. `adapters.py` adds LoRA adapters of peft, and `adapter_export.py` writes them.
 """

@@ -16,6 +16,7 @@ from elastic.store import safetensors_stream
 from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.folders import new_folder
+from elastic.worker.contrib.huggingface.adapter_names import is_adapter
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
 from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE, weights_in
 from elastic.worker.model.checks import whole_number
@@ -40,6 +41,7 @@ BASE = (
     "the checkpoint has no frozen parameters: the folder must also have the safetensors files with "
     "which the training began"
 )
+ADAPTERS = "the checkpoint has adapters: use --to peft, with their --lora FOLDER"
 
 
 def to_huggingface(
@@ -206,7 +208,8 @@ def _check(
         if wanted.get(name) != held.get(name):
             full, absent = stack.name_of(layer, name), "no such parameter"
             what = f"{full} is {wanted.get(name, absent)}, and {held.get(name, absent)} in the"
-            raise FieldError("--model", stack.model_name, f"{what} checkpoint: {MODEL}")
+            remedy = ADAPTERS if is_adapter(name) else f"{what} checkpoint: {MODEL}"
+            raise FieldError("--model", stack.model_name, remedy)
 
 
 def _shards(tensors: Iterator[RawTensor], shard_bytes: int) -> Iterator[Sequence[RawTensor]]:

@@ -12,14 +12,17 @@ docs/design/models.md), so no architecture needs code of its own:
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError, describe, needs_extra
+from elastic.worker.contrib.huggingface.adapter_names import PlainValues, is_adapter, plain_name
 from elastic.worker.contrib.huggingface.weights import Weights, weights_in
 from elastic.worker.contrib.weights import take_weights
 from elastic.worker.model.checks import Described, description, whole_number
@@ -49,6 +52,11 @@ with needs_extra("hf", "A Hugging Face model"):
         Stop,
     )
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from elastic.worker.contrib.huggingface.adapters import Adapters
+
 MODEL = (
     "a transformers model, its config, or a folder with config.json, as "
     "AutoConfig.from_pretrained('folder') or LlamaConfig(hidden_size=64, ...)"
@@ -64,6 +72,7 @@ def from_huggingface(
     seed: int = 0,
     loss: Loss | None = None,
     varying: bool = False,
+    lora: LoraConfig | str | Path | None = None,
 ) -> HuggingFaceStack:
     """Return the layers of a transformers model: one before its blocks, each block, one behind.
 
@@ -79,10 +88,21 @@ def from_huggingface(
             computes.
         varying: whether the shapes of the fields differ from micro-batch to micro-batch.
 
+        lora: adapters to add to the blocks: a peft.LoraConfig, or a folder with an
+            adapter_config.json, and with an adapter_model.safetensors if their training goes on.
+            They alone are trained; all other parameters are frozen.
+
     The fields of a micro-batch are the keyword arguments of the model's forward. Raises FieldError
-    for a model that cannot be cut, with the module where, and MissingExtra without transformers.
+    for a model that cannot be cut, with the module where, or for other adapters than LoRA's, and
+    MissingExtra without transformers, or peft for `lora`.
     """
-    stack = HuggingFaceStack(_Skeleton.of(model, whole_number("seed", seed)), seed, loss, varying)
+    adapters = None
+    if lora is not None:
+        from elastic.worker.contrib.huggingface.adapters import Adapters  # needs the extra lora
+
+        adapters = Adapters(lora)
+    skeleton = _Skeleton.of(model, whole_number("seed", seed), adapters)
+    stack = HuggingFaceStack(skeleton, seed, loss, varying)
     if weights is not None:
         take_weights(stack, weights)
     return stack
@@ -99,15 +119,20 @@ class _Skeleton:
     """Values of its parameters; None: the model's own initialisation."""
     registered: dict[str, Tensor]
     """Small values with which parameters were made, by name; an initialisation may leave them."""
+    adapters: Adapters | None = None
+    """Adapters that were added to the model; it may have some of its own beside."""
 
     @classmethod
-    def of(cls, given: object, seed: int) -> _Skeleton:
+    def of(cls, given: object, seed: int, adapters: Adapters | None) -> _Skeleton:
         """`seed`: seed of the values that modules draw when they are made."""
         values: Values | None = None
         registered: dict[str, Tensor] = {}
         if isinstance(given, str | Path):
             values = weights_in(Path(given))
             given = config_in(Path(given))
+        peft = sys.modules.get("peft")
+        if peft is not None and isinstance(given, peft.PeftModel):
+            given = given.get_base_model()
         if isinstance(given, PreTrainedModel):
             model, values = without_memory(given), values_of(given)
         elif isinstance(given, PreTrainedConfig):
@@ -125,7 +150,10 @@ class _Skeleton:
             config = getattr(part, "config", None)
             if isinstance(config, PreTrainedConfig):
                 config.use_cache = False  # a cache would carry values from block to block
-        return cls(model.train(), _path_of_blocks(model), values, registered)
+        path = _path_of_blocks(model)
+        if adapters is not None:
+            adapters.add(model, path)
+        return cls(model.train(), path, values, registered, adapters)
 
     @property
     def n_blocks(self) -> int:
@@ -265,9 +293,13 @@ class HuggingFaceStack(WholeModel):
                 what = Described(f"a model without parameters {side} its blocks")
                 raise FieldError(type(skeleton.model).__name__, what, SPLIT)
         self._recorders: dict[torch.device, Recorder] = {}
-        super().__init__(skeleton.model, seed, values=skeleton.values, varying=varying)
-        if isinstance(self.values, Weights):
-            self.take_values(self.values)
+        self._adapters, values = skeleton.adapters, skeleton.values
+        in_memory = None if isinstance(values, Weights) else values
+        if in_memory is not None and self._adapters is not None:
+            in_memory = PlainValues(in_memory)
+        super().__init__(skeleton.model, seed, values=in_memory, varying=varying)
+        if isinstance(values, Weights):
+            self.take_values(values)
 
     @property
     def n_layers(self) -> int:
@@ -286,7 +318,14 @@ class HuggingFaceStack(WholeModel):
     def take_values(self, values: StoredValues) -> None:
         if isinstance(values, Weights):  # files of the model without its head lack its prefix
             values.prefix = f"{self._skeleton.model.base_model_prefix}."
-        super().take_values(values)
+        super().take_values(values if self._adapters is None else PlainValues(values))
+
+    def parameter_names(self) -> list[str]:
+        names = super().parameter_names()
+        return names if self._adapters is None else [plain_name(name) for name in names]
+
+    def is_added(self, name: str) -> bool:
+        return self._adapters is not None and is_adapter(name)
 
     def name_of(self, layer: int, name: str) -> str:
         kind, _, rest = name.partition(".")
@@ -308,6 +347,13 @@ class HuggingFaceStack(WholeModel):
             return First(model, call)
         skeleton.replace(model, call, PassOn, (Before, self._before))
         return Last(model, call, self._behind, self._loss)
+
+    def _initial(self, index: int) -> nn.Module:
+        module = super()._initial(index)
+        if self._adapters is not None:
+            seed = derive_parameter_seed(self.seed, index, "lora")
+            self._adapters.initialise(module, partial(self.name_of, index), seed)
+        return module
 
     def _recorder(self, device: torch.device) -> Recorder:
         """Return the model that records the arguments of its blocks on `device`."""

@@ -52,13 +52,16 @@ def weights_in(folder: Path) -> Weights | None:
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         return Weights(_indexed(index))
-    if not single.is_file():
-        return None
+    return read_file(single) if single.is_file() else None
+
+
+def read_file(path: Path) -> Weights:
+    """Return the tensors of one safetensors file. Raises FieldError if it is damaged."""
     try:
-        with safe_open(single, framework="pt") as file:
-            return Weights(dict.fromkeys(file.keys(), single))
+        with safe_open(path, framework="pt") as file:
+            return Weights(dict.fromkeys(file.keys(), path))
     except (OSError, SafetensorError) as error:
-        raise FieldError("model", str(single), f"it cannot be read: {error}") from error
+        raise FieldError("model", str(path), f"it cannot be read: {error}") from error
 
 
 def _indexed(index: Path) -> dict[str, Path]:
