@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elastic.worker.evaluation import Evaluation
     from elastic.worker.model.layers import LayerStack, ListStack
     from elastic.worker.model.learning_rate import from_scheduler
+    from elastic.worker.model.loss_scale import LossScale
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
     from elastic.worker.model.weighting import label_count
@@ -39,6 +40,7 @@ __all__ = [
     "Evaluation",
     "LayerStack",
     "ListStack",
+    "LossScale",
     "Microbatch",
     "OptimizerSpec",
     "PackedDocuments",
@@ -61,6 +63,7 @@ _HOMES = {
     "Evaluation": "elastic.worker.evaluation",
     "LayerStack": "elastic.worker.model.layers",
     "ListStack": "elastic.worker.model.layers",
+    "LossScale": "elastic.worker.model.loss_scale",
     "Microbatch": "elastic.worker.model.microbatch",
     "OptimizerSpec": "elastic.worker.model.optimizer",
     "label_count": "elastic.worker.model.weighting",

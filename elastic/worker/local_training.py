@@ -100,10 +100,21 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
             norms_sq = {one.index: one.norm_sq(reduced[one.index]) for one in replicas}
             weight = last.weight(reduced[last.index])
             agreed = commit(links, ranks, replicas, norms_sq, step=step, weight=weight)
-            record = judge(step, agreed, expected, job.optimizer.clip_norm, CHECKS, limit)
+            record = judge(
+                step,
+                agreed,
+                expected,
+                job.optimizer.clip_norm,
+                CHECKS,
+                limit,
+                loss_scale=last.loss_scale,
+            )
             lr = job.optimizer.lr(step)
             for replica in replicas:
-                replica.update(reduced[replica.index], record.clip, lr)
+                if record.skipped:
+                    replica.skip_update()
+                else:
+                    replica.update(reduced[replica.index], record.clip, lr)
                 replica.clear()
             seconds = time.perf_counter() - began
             figures = f"loss {record.loss:.4f}, gradient norm {record.grad_norm:.4g}"

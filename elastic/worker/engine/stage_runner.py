@@ -286,11 +286,13 @@ class StageRunner:
         return None if message is None else message.to(self._links.device)
 
     def _gradient(self, action: Action) -> Message | float:
-        """Return the gradient of the stage's output: the next stage's, or w / (M W)."""
+        """Return the gradient of the stage's output: the next stage's, or w / (M W) times the loss
+        scale."""
         received = self._take_received(Kind.RECV_B, action)
         if received is not None:
             return received
-        return self._scale * (self._weights[action.microbatch] / self._typical_weight)
+        scale = self._scale * self._stages[action.stage].layers[-1].loss_scale.value
+        return scale * (self._weights[action.microbatch] / self._typical_weight)
 
     def _queue_gradient(self, stage: LocalStage, action: Action, gradient: Message | None) -> None:
         """Keep the gradient of the stage's input until the action that sends it."""

@@ -39,6 +39,7 @@ from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
 from elastic.worker.model.gradients import exact_limit, range_text
 from elastic.worker.model.layers import Tied
+from elastic.worker.model.loss_scale import RunningScale
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.digest import device_kind
@@ -169,7 +170,16 @@ class StepRunner:
         limit = exact_limit(self.plan.n_microbatches, self.tied)
         clip_norm = self.optimizer.clip_norm
         expected = self.plan.n_microbatches * self.typical_weight
-        self.record = judge(step, agreed, expected, clip_norm, self.checks, limit, evaluation)
+        self.record = judge(
+            step,
+            agreed,
+            expected,
+            clip_norm,
+            self.checks,
+            limit,
+            evaluation,
+            loss_scale=self.replicas[-1].loss_scale,
+        )
         for replica in self.replicas:
             if replica.index == self.plan.n_layers - 1:
                 replica.record = self.record
@@ -321,6 +331,8 @@ def judge(
     checks: StepChecks,
     limit: float,
     evaluation: EvaluationResult | None = None,
+    *,
+    loss_scale: RunningScale,
 ) -> StepRecord:
     """Return the record of a step. Raises NonfiniteError if the job must stop.
 
@@ -329,11 +341,15 @@ def judge(
 
     The gradients of the micro-batches were divided by `expected_weight`, and are summed. Their
     weighted mean is that sum times `expected_weight` / `agreed.weight`. Without weights this is 1.
+
+    A norm that is not finite may be due to `loss_scale`, that of the step. Then the update is left
+    out, whatever `checks` say.
     """
     mean = expected_weight / agreed.weight if agreed.weight else 1.0
     norm = agreed.norm * mean
     clip, finite = _clip(norm, clip_norm) * mean, math.isfinite(norm)
-    skipped = not finite and checks.on_nonfinite is OnNonfinite.SKIP
+    scaled = loss_scale.can_fall
+    skipped = not finite and (scaled or checks.on_nonfinite is OnNonfinite.SKIP)
     record = StepRecord(
         step,
         clip,
@@ -348,6 +364,9 @@ def judge(
         return record
     layers = format_indices(agreed.nonfinite)
     text = f"step {step}: the gradient norm is {norm}, because of layers {layers}"
+    if scaled:
+        log.warning("%s; the loss scale of %g is halved, without an update", text, loss_scale.value)
+        return record
     if checks.on_nonfinite is OnNonfinite.STOP:
         reason = f"{text} (loss {agreed.loss})"
         if checks.exact:

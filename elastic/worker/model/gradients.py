@@ -135,10 +135,13 @@ class Accumulator:
         """Return an empty accumulator of the same layout, type and device."""
         return Accumulator(self.layout, self._accumulate, self.flat.device, self.label, self.limit)
 
-    def add(self, gradients: Sequence[Tensor | None], weight: float = 0.0) -> None:
+    def add(
+        self, gradients: Sequence[Tensor | None], weight: float = 0.0, scale: float = 1.0
+    ) -> None:
         """Add one micro-batch's gradients, in parameter order; None counts as zero.
 
-        `weight`: weight of the micro-batch; 0 if this is not the last layer.
+        `weight`: weight of the micro-batch; 0 if this is not the last layer. `scale`: factor by
+        which the gradients are too large, a power of two.
         """
         if weight:
             self.flat[WEIGHT] += round(weight * WEIGHT_SCALE) if self.exact else weight
@@ -147,10 +150,10 @@ class Accumulator:
             return
         if not self.exact:
             flat = [g.reshape(-1) for _, g in pairs]
-            torch._foreach_add_([self._parts[i] for i, _ in pairs], flat)
+            torch._foreach_add_([self._parts[i] for i, _ in pairs], flat, alpha=1.0 / scale)
             return
         places = [i for i, _ in pairs]
-        peaks = _peaks([g for _, g in pairs]).float()
+        peaks = _peaks([g for _, g in pairs]).float() / scale
         fits = (peaks < self.limit).all()  # false for NaN
         self.flat[SPOILED] += (~fits).long()
         on_cpu = self.flat.device.type == "cpu"
@@ -159,7 +162,7 @@ class Accumulator:
             return
         for i, gradient in pairs:
             kept = gradient if on_cpu else torch.where(fits, gradient, 0.0)
-            self._add_exact(self._parts[i], kept.reshape(-1))
+            self._add_exact(self._parts[i], kept.reshape(-1), SCALE / scale)
 
     def merge(self, other: Tensor) -> None:
         """Add the flat tensor of another accumulator of the same layout."""
@@ -174,14 +177,16 @@ class Accumulator:
             text = "%s: gradient of %s reaches %g; %s"
             log.warning(text, self.label, name, reached[worst], range_text(self.limit))
 
-    def _add_exact(self, target: Tensor, gradient: Tensor) -> None:
+    def _add_exact(self, target: Tensor, gradient: Tensor, factor: float) -> None:
         size = min(self._chunk, target.numel())
         scaled = torch.empty(size, device=target.device)
         fixed = torch.empty(size, dtype=torch.int64, device=target.device)
         for start in range(0, target.numel(), size or 1):
             piece = gradient[start : start + size]
             n = piece.numel()
-            torch.mul(piece, SCALE, out=scaled[:n])
+            if piece.dtype == torch.float16:
+                piece = piece.float()  # its range is too small for the product
+            torch.mul(piece, factor, out=scaled[:n])
             fixed[:n].copy_(scaled[:n].round_())
             target[start : start + n] += fixed[:n]
 

@@ -26,6 +26,7 @@ from elastic.domain.types import WHOLE, Portion
 from elastic.planning.plan.schemes import SHARDED
 from elastic.worker.model.checks import Described, check_callable, description
 from elastic.worker.model.learning_rate import RATE, LearningRate, checked_rate, constant
+from elastic.worker.model.loss_scale import LossScale
 
 FACTORY = (
     "a function of the parameter groups that returns a torch optimizer of these parameters, as "
@@ -77,6 +78,8 @@ class OptimizerSpec:
     elementwise: bool = False
     """Whether each element's update depends on its own gradient and state alone, as in AdamW. Only
     then can the holders of a layer share the optimizer's state."""
+    loss_scale: LossScale | None = None
+    """Loss scaling, which gradients in float16 need; None: none."""
 
     def __post_init__(self) -> None:
         check_callable("OptimizerSpec.factory", self.factory, 1, FACTORY)
@@ -88,6 +91,9 @@ class OptimizerSpec:
         if clip is not None and not (number and 0 < clip < math.inf):
             remedy = "a positive number, or None for no clipping"
             raise FieldError("clip_norm", description(clip), remedy)
+        if not isinstance(self.loss_scale, LossScale | None):
+            remedy = "a LossScale, as LossScale(initial=2**16)"
+            raise FieldError("OptimizerSpec.loss_scale", description(self.loss_scale), remedy)
 
     def check(self, *, shared: bool) -> None:
         """Raise FieldError if holders are to share the optimizer's state (`shared`) and cannot."""
@@ -335,6 +341,7 @@ def adamw(
     eps: float = 1e-8,
     clip_norm: float | None = 1.0,
     master_weights: bool = False,
+    loss_scale: LossScale | None = None,
 ) -> OptimizerSpec:
     """Return the spec of torch's fused AdamW, with weight decay on matrices only."""
     kind = without_compiler(torch.optim.AdamW)
@@ -349,4 +356,5 @@ def adamw(
         clip_norm=clip_norm,
         master_weights=master_weights,
         elementwise=True,
+        loss_scale=loss_scale,
     )

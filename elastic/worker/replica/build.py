@@ -52,6 +52,7 @@ def build_replica(
         seed=seed,
         outside_norm=frozenset(outside_norm),
         last=index == stack.n_layers - 1,
+        loss_scale=optimizer.loss_scale,
     )
 
 

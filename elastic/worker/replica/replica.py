@@ -16,6 +16,7 @@ from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator, FlatLayout
 from elastic.worker.model.layer_checks import LayerChecks
 from elastic.worker.model.layers import TensorParallel, trained
+from elastic.worker.model.loss_scale import KEY, LossScale, RunningScale
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
@@ -51,6 +52,7 @@ class LayerReplica(GradientSum):
         seed: int,
         outside_norm: frozenset[str] = frozenset(),
         last: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """`outside_norm`: names of parameters that another worker counts in the gradient norm.
         `last`: whether the layer returns the loss."""
@@ -64,6 +66,7 @@ class LayerReplica(GradientSum):
         self.record: StepRecord | None = None
         """On the last layer, the record of the newest step whose update began here; None: none, or
         the state was loaded since then."""
+        self.loss_scale = RunningScale(loss_scale)
         self.complete = True
         """Whether all parameters have this version; if not, only the optimizer's portion has it
         (`elastic.worker.engine.sharded_update`)."""
@@ -112,7 +115,7 @@ class LayerReplica(GradientSum):
             return
         self._refuse_doubled({index})
         self.settle()
-        self.accumulator.add(found, weight)
+        self.accumulator.add(found, weight, self.loss_scale.value)
         self.ledger.add(index)
 
     def gradient_slice(self, name: str) -> slice:
@@ -253,6 +256,7 @@ class LayerReplica(GradientSum):
         """Leave an update out: the state stays as it is, and the version is incremented."""
         self.settle()
         self.version += 1
+        self.loss_scale.skipped(self.version)
 
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
         """Return the float32 gradient that `update` applies, as a new flat tensor."""
@@ -284,6 +288,7 @@ class LayerReplica(GradientSum):
         self._optimizer.step(parts, lr)
         self.complete = self.portion == WHOLE
         self.version += 1
+        self.loss_scale.updated(self.version)
 
     def _portions(self, flat: Tensor) -> list[Tensor]:
         """Return the optimizer's portion of each parameter's gradient."""
@@ -354,7 +359,9 @@ class LayerReplica(GradientSum):
             for name, tensor in moments.items()
             if optimizer.targets[split[name][0]].numel()
         }
-        optimizer.load(state, {k: v for k, v in header.extra.items() if self._in_portion(k)})
+        texts = {k: v for k, v in header.extra.items() if not k.startswith(KEY)}
+        optimizer.load(state, {k: v for k, v in texts.items() if self._in_portion(k)})
+        self.loss_scale.read(header.extra, header.version)
         self.complete, self.version, self.record = whole, header.version, None
 
     def _in_portion(self, path: str) -> bool:
@@ -393,7 +400,7 @@ class LayerReplica(GradientSum):
 
     def _state_plan(self, tensors: list[NamedTensor]) -> StatePlan:
         """Return the layout of the state, made from the layout of another version if possible."""
-        extra, plan = self._optimizer.extra(), self._plan
+        extra, plan = {**self._optimizer.extra(), **self.loss_scale.texts()}, self._plan
         if plan is not None and plan.header.version != self.version:
             plan = plan.at(self.version)
         if plan is None or not plan.fits(tensors, extra):

@@ -1,13 +1,13 @@
 """A job of three small layers whose data or parameters go wrong at a given step.
 
-    small_job.py [--flip NODE STEP [--bit BIT] [--late]] [--frozen]
+    small_job.py [--flip NODE STEP [--bit BIT] [--late]] [--frozen] [--half]
                  [--nan STEP MICROBATCH] [--inf STEP MICROBATCH]
 
 `--flip` changes one bit of a weight on NODE, once, while it runs the first micro-batch of STEP, or
 `--late` before its update, when the commit has compared all replicas. BIT is 20, in the mantissa,
 unless another one is given; 30 is the highest bit of the exponent. `--frozen` freezes the layer of
-that weight. `--nan` puts a NaN into the data
-of one micro-batch; `--inf` makes its gradient infinite.
+that weight. `--half` trains in float16 with a loss scale that is too large at first. `--nan` puts a
+NaN into the data of one micro-batch; `--inf` makes its gradient infinite.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic import ListStack, Microbatch, Trainer
+from elastic.worker.model.loss_scale import LossScale
 from elastic.worker.model.optimizer import adamw
 
 flags = argparse.ArgumentParser()
@@ -28,6 +29,7 @@ flags.add_argument("--flip", nargs=2, default=("", "-1"))
 flags.add_argument("--bit", type=int, default=20)
 flags.add_argument("--late", action="store_true")
 flags.add_argument("--frozen", action="store_true")
+flags.add_argument("--half", action="store_true")
 flags.add_argument("--inf", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--nan", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--steps", type=int, default=6)
@@ -44,10 +46,12 @@ class Layer(nn.Linear):
             MIDDLE.append(self.weight)
             if not arguments.late:
                 flip(self.weight, microbatch.step)
-        x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
+        given = microbatch.fields["x"] if hidden is None else hidden
+        x = super().forward(given.to(self.weight.dtype))
         last = self.out_features == 1
         if not last:
             return x.relu()
+        x = x.float()
         loss = nn.functional.mse_loss(x, microbatch.fields["y"])
         infinite = (microbatch.step, microbatch.index) == tuple(arguments.inf)
         return 4 * loss if infinite else loss
@@ -79,12 +83,14 @@ def data(step: int, index: int) -> Microbatch:
     return Microbatch(step, index, {"x": x, "y": y})
 
 
-def middle() -> Layer:
-    return Layer(32, 32).requires_grad_(not arguments.frozen)
+def layer(width: int, out: int) -> Layer:
+    made = Layer(width, out).to(torch.float16 if arguments.half else torch.float32)
+    return made.requires_grad_(not (arguments.frozen and width == out))
 
 
-stack = ListStack([lambda: Layer(8, 32), middle, lambda: Layer(32, 1)], seed=0)
-adam = adamw(lr)
+stack = ListStack([lambda: layer(8, 32), lambda: layer(32, 32), lambda: layer(32, 1)], seed=0)
+scale = LossScale(initial=2.0**24, growth_interval=2) if arguments.half else None
+adam = adamw(lr, master_weights=arguments.half, loss_scale=scale)
 Trainer(
     stack=stack,
     optimizer=adam,

@@ -197,6 +197,21 @@ def test_an_infinite_gradient(tmp_path: Path, action: str) -> None:
         assert not any(finite), "the update was made"
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("backup", ["stream+snapshot", "stream+replay"])
+def test_a_loss_scale_survives_a_lost_node(tmp_path: Path, backup: str) -> None:
+    """The scale falls in the first steps, in which the gradients overflow, and rises again."""
+    job = [JOB, "--half", "--steps", "24"]
+    flags = exact("--nnodes", "3", "--pipelines", "1", "--backup", backup)
+    kill = faults("kill node=1 step=20 microbatch=2")
+    run = elastic_run(tmp_path / "run", [*flags, *kill], job)
+    expected = made_once(tmp_path, exact("--nnodes", "1"), job)
+    check_same(run, expected)
+    skipped = [[one["step"] for one in each.summary["nonfinite"]] for each in (run, expected)]
+    assert skipped[0] == skipped[1] and 2 < len(skipped[0]) < 20
+    assert len(run.summary["recoveries"]) == 1
+
+
 @pytest.mark.parametrize(
     ("backup", "kill"),
     [

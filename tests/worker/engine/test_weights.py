@@ -20,6 +20,7 @@ from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.engine.step import StepChecks, judge
 from elastic.worker.model.gradients import to_flat
 from elastic.worker.model.layers import ListStack
+from elastic.worker.model.loss_scale import RunningScale
 from elastic.worker.model.microbatch import Microbatch
 from tests.worker.engine.models import WIDTH, First, RecordingHooks, replicas
 from tests.worker.engine.rank_processes import Rank, run_ranks
@@ -119,7 +120,9 @@ def run_rank(rank: Rank, text: str, accumulate: Accumulate) -> Result:
     norms = {one.index: one.norm_sq(one.gradient) for one in layers}
     weight = layers[-1].weight(layers[-1].gradient)
     agreed = commit(links, ranks, layers, norms, step=0, weight=weight)
-    record = judge(0, agreed, M * TYPICAL, CLIP, StepChecks(), 1.0)
+    record = judge(
+        0, agreed, M * TYPICAL, CLIP, StepChecks(), 1.0, loss_scale=layers[-1].loss_scale
+    )
     updates = {one.index: one.update_input(one.gradient, record.clip) for one in layers}
     return Result(agreed, updates, record.grad_norm)
 
@@ -144,5 +147,5 @@ def test_a_step_is_the_mean_over_all_rows(name: str, accumulate: Accumulate) -> 
 
 def test_a_step_without_any_row_that_counts_has_a_record() -> None:
     agreed = Commit(norm=0.0, weight=0.0, loss=0.0, halt_epoch=-1)
-    record = judge(3, agreed, M * TYPICAL, CLIP, StepChecks(), 1.0)
+    record = judge(3, agreed, M * TYPICAL, CLIP, StepChecks(), 1.0, loss_scale=RunningScale(None))
     assert (record.loss, record.grad_norm, record.clip) == (0.0, 0.0, 1.0)
