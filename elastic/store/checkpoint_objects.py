@@ -16,6 +16,7 @@ import errno
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,8 @@ from elastic.store.checkpoint_format import (
     step_of,
 )
 
+AT_ONCE = 8
+"""Manifests that are read at the same time."""
 _REMEDY = "a complete checkpoint (a folder step-NNNNNNNN with manifest.json) is needed"
 
 
@@ -52,6 +55,8 @@ class ObjectCheckpoints:
         MissingExtra if a package is missing."""
         self._files, self._root = _open(url, flag)
         self.url = url.rstrip("/")
+        self._unremoved: dict[str, set[str]] = {}
+        """Files of removed checkpoints that could not be removed yet, by folder."""
 
     def write_part(
         self,
@@ -123,9 +128,12 @@ class ObjectCheckpoints:
             return [(self.url, self.read_manifest(""))], []
         found: list[tuple[str, Manifest]] = []
         problems: list[FieldError] = []
-        for name in reversed(self._steps()):
+        names = self._steps()[::-1]
+        with ThreadPoolExecutor(AT_ONCE, "elastic-manifests") as pool:
+            read = [pool.submit(self.read_manifest, name) for name in names]
+        for name, manifest in zip(names, read, strict=True):
             try:
-                found.append((f"{self.url}/{name}", self.read_manifest(name)))
+                found.append((f"{self.url}/{name}", manifest.result()))
             except MissingCheckpoint:
                 continue  # it was not committed
             except CorruptCheckpoint as error:
@@ -239,12 +247,16 @@ class ObjectCheckpoints:
 
     def remove(self, step: int, run: str) -> None:
         """Remove a checkpoint that `run` has committed, its manifest first. Files that it does not
-        name stay: another run may be writing them."""
+        name stay: another run may be writing them. What an error keeps is removed by a later call.
+        """
         name = step_name(step)
         manifest = self._index(name, self._sizes(name))
         if manifest is not None and manifest.run == run:
             self._remove(name, {MANIFEST})
-            self._remove(name, _names(manifest) - {MANIFEST})
+            self._unremoved[name] = _names(manifest) - {MANIFEST}
+        for folder in list(self._unremoved):
+            self._remove(folder, self._unremoved[folder])
+            del self._unremoved[folder]
 
     def probe(self) -> None:
         """Write, list and remove a small object. Raises OSError if the store refuses."""

@@ -184,6 +184,28 @@ def test_a_removed_checkpoint_leaves_nothing(kept: Checkpoints) -> None:
     kept.finish_commits()
 
 
+def test_a_removal_that_failed_is_finished_by_the_next(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ObjectCheckpoints(f"{server}/{uuid.uuid4().hex}")
+    for step in (2, 4, 6):
+        whole(kept, step)
+    real = kept._remove
+
+    def failing(name: str, files: set[str]) -> None:
+        if "manifest.json" not in files:
+            raise OSError("the store is away")
+        real(name, files)
+
+    monkeypatch.setattr(kept, "_remove", failing)
+    with pytest.raises(OSError, match="away"):
+        kept.remove(2, "run")
+    assert steps(kept) == [6, 4] and kept.staged_steps() == (2,)
+    monkeypatch.undo()
+    kept.remove(4, "run")
+    assert steps(kept) == [6] and kept.staged_steps() == ()
+
+
 def test_a_removal_spares_what_another_run_writes(kept: Checkpoints) -> None:
     whole(kept, 2)
     write(kept, 2, run="other", layers=range(2))

@@ -36,15 +36,16 @@ def initial_state(
     directory cannot be used.
     """
     state = job.JobState(policy=policy_of(config), protocol=PROTOCOL, run=run)
-    checkpoint_directory.retry(
-        open_checkpoints(config.checkpoint_dir).finish_commits,
-        wait,
+    patiently = partial(
+        checkpoint_directory.retry,
+        wait=wait,
         patience_s=state.limits.disk_s,
         held=lambda error: log.warning("the run cannot begin yet: %s", error),
     )
+    patiently(open_checkpoints(config.checkpoint_dir).finish_commits)
     if not config.resume:
         return state, ()
-    found, problems = open_checkpoints(config.resume).complete()
+    found, problems = patiently(open_checkpoints(config.resume).complete)
     if not found:
         remedy = "; ".join(map(str, problems)) or "it holds no checkpoint"
         raise CorruptCheckpoint("--resume", config.resume, remedy)

@@ -25,10 +25,12 @@ from elastic.launcher.flags.addresses import ENDPOINT_FLAG
 from elastic.launcher.flags.local_gpus import visible_gpus
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
+from elastic.launcher.flags.slow_storage import OBJECTS_S, ends_in_time
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.launcher.tracking.targets import Target
 from elastic.planning.cost.profile import LinkProfile
 from elastic.planning.plan.shape import check_shape
+from elastic.store.checkpoint_format import Manifest
 from elastic.store.checkpoints import open_checkpoints
 
 LOOPBACK = "127.0.0.1"
@@ -306,14 +308,27 @@ def _checkpoint_objects(text: str, checkpoints: str) -> str:
 
 
 def _complete(text: str, location: str) -> bool:
-    """Return whether a location has a complete checkpoint. Raises FieldError if all are damaged."""
-    try:
-        found, problems = open_checkpoints(location, "--resume").complete()
-    except OSError as error:
-        if not is_url(location):
-            raise
-        remedy = f"{location} cannot be read: {error}; check bucket, credentials and endpoint"
-        raise FieldError("--resume", text, remedy) from error
+    """Return whether a location has a complete checkpoint. Raises FieldError if all are damaged, or
+    if an object store does not answer."""
+    found: list[tuple[str, Manifest]] = []
+    problems: list[FieldError] = []
+
+    def look() -> None:
+        complete, damaged = open_checkpoints(location, "--resume").complete()
+        found.extend(complete)
+        problems.extend(damaged)
+
+    if is_url(location):
+        why = f"it does not answer within {OBJECTS_S:g} s"
+        try:
+            answered = ends_in_time(look, OBJECTS_S, location)
+        except OSError as error:
+            answered, why = False, str(error)
+        if not answered:
+            remedy = f"{location} cannot be read: {why}; check bucket, credentials and endpoint"
+            raise FieldError("--resume", text, remedy)
+    else:
+        look()
     if not found and problems:
         remedy = f"no checkpoint is complete: {'; '.join(str(one) for one in problems)}"
         raise FieldError("--resume", text, remedy)

@@ -9,10 +9,8 @@ import os
 import random
 import shutil
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from elastic.command_line import file_errors, make_folder
 from elastic.config import JobConfig, is_url
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.flags.request import LOOPBACK, Request
+from elastic.launcher.flags.slow_storage import HANGING_S, OBJECTS_S, ends_in_time
 from elastic.launcher.flags.validators import PRIVATE_CERTS, TOKEN_VARIABLE
 from elastic.rpc.security.tls import TOKEN_FILE, write_token
 from elastic.store.checkpoints import probe
@@ -31,10 +30,6 @@ LAUNCHER_EXIT = "launcher-exit.json"
 """Code and reason of a launcher that ended otherwise than exit.json tells."""
 PORTS, ATTEMPTS = range(20_000, 32_000), 100
 """Ports of services without a given port, and how many of them to try."""
-HANGING_S = 2.0
-"""Longest wait for a directory on another disk at the start."""
-OBJECTS_S = 20.0
-"""Longest wait for an object store at the start."""
 
 
 class RunDir:
@@ -137,13 +132,15 @@ def _make_folders(config: JobConfig) -> None:
     """Create the directories of the job that its user named, the run directory last.
 
     A full disk of checkpoints is no error: training goes on without new ones, with a warning.
+    Storage that hangs is left to the pre-flight.
     """
     run_dir, checkpoints = Path(config.run_dir), config.checkpoint_dir
     if is_url(checkpoints):
-        _in_time(partial(check_objects, "--checkpoint-dir", checkpoints), OBJECTS_S, checkpoints)
+        check = partial(check_objects, "--checkpoint-dir", checkpoints)
+        ends_in_time(check, OBJECTS_S, checkpoints)
     elif not Path(checkpoints).is_relative_to(run_dir):
         make = partial(make_folder, "--checkpoint-dir", Path(checkpoints), may_be_full=True)
-        _in_time(make, HANGING_S, checkpoints)
+        ends_in_time(make, HANGING_S, checkpoints)
     if not Path(config.log_dir).is_relative_to(run_dir):
         make_folder("--log-dir", Path(config.log_dir))
     make_folder("--run-dir", run_dir)
@@ -156,26 +153,6 @@ def check_objects(flag: str, url: str) -> None:
     except OSError as error:
         text = f"it cannot be written: {error}; check bucket, credentials and endpoint"
         raise FieldError(flag, url, text) from error
-
-
-def _in_time(check: Callable[[], object], limit_s: float, location: str) -> None:
-    """Call `check`, and raise its FieldError. Storage that hangs is left to the pre-flight."""
-    problems: list[FieldError] = []
-
-    def work() -> None:
-        try:
-            check()
-        except FieldError as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=work, name="check-storage", daemon=True)
-    thread.start()
-    thread.join(min(HANGING_S, limit_s))
-    if thread.is_alive() and limit_s > HANGING_S:
-        print(f"elastic: waiting up to {limit_s:g} s for {location}", file=sys.stderr, flush=True)
-        thread.join(limit_s - HANGING_S)
-    if problems:
-        raise problems[0]
 
 
 def _move_aside(path: Path) -> None:
