@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from elastic.worker.datasets.packing import PackedDocuments
     from elastic.worker.datasets.prefetch import prefetch
     from elastic.worker.datasets.stream import from_stream
+    from elastic.worker.datasets.weighting import label_count
     from elastic.worker.evaluation import Evaluation
     from elastic.worker.model.layers import LayerStack, ListStack
     from elastic.worker.model.learning_rate import from_scheduler
     from elastic.worker.model.loss_scale import LossScale
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
-    from elastic.worker.model.weighting import label_count
     from elastic.worker.trainer import Trainer
 
 __version__ = VERSION
@@ -66,7 +66,7 @@ _HOMES = {
     "LossScale": "elastic.worker.model.loss_scale",
     "Microbatch": "elastic.worker.model.microbatch",
     "OptimizerSpec": "elastic.worker.model.optimizer",
-    "label_count": "elastic.worker.model.weighting",
+    "label_count": "elastic.worker.datasets.weighting",
     "Trainer": "elastic.worker.trainer",
     "PackedDocuments": "elastic.worker.datasets.packing",
     "from_dataloader": "elastic.worker.datasets.dataloader",

@@ -22,14 +22,14 @@ from elastic.domain.types import WHOLE, Accumulate, EvaluationResult, JobSpec, P
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
+from elastic.worker.datasets.data_source import digest_of
+from elastic.worker.datasets.weighting import Fields, weight_of
 from elastic.worker.engine.injector import FaultInjector, check_faults
 from elastic.worker.evaluation import Evaluation
-from elastic.worker.model.data_source import digest_of
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.layers import LayerStack, TensorParallel
 from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.model.weighting import Fields, weight_of
 from elastic.worker.profiling.run_profile import EMULATE, check_profile
 from elastic.worker.replica.build import build_replica, warm_up
 from elastic.worker.replica.replica import LayerReplica

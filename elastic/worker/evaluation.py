@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.domain.errors import FieldError
+from elastic.worker.datasets.data_source import DataSource
 from elastic.worker.model.checks import whole_number
-from elastic.worker.model.data_source import DataSource
 from elastic.worker.model.microbatch import Microbatch
 
 MOST_MICROBATCHES = 1_000_000

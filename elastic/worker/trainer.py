@@ -18,15 +18,15 @@ from elastic.domain.errors import ElasticError, FieldError, describe
 from elastic.domain.types import Accumulate, JobSpec
 from elastic.worker.context import TrainingJob, WorkerContext
 from elastic.worker.control.agent_client import WorkerSettings, connect_agent
+from elastic.worker.datasets.data_source import DataSource
+from elastic.worker.datasets.weighting import WEIGHT, Fields
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.evaluation import Evaluation
 from elastic.worker.local_training import train_here
 from elastic.worker.model.checks import check_callable, description, whole_number
-from elastic.worker.model.data_source import DataSource
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.model.weighting import WEIGHT, Fields
 from elastic.worker.profiling.measure import measure_job, note_progress
 from elastic.worker.profiling.run_profile import select_stack
 from elastic.worker.script_exit import begin_training, watch_script

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.worker.contrib.weights import take_weights
+from elastic.worker.contrib.whole_model import WholeModel, reset_of, values_of
 from elastic.worker.model.checks import Described, check_callable, description
 from elastic.worker.model.meta_modules import without_memory
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value
-from elastic.worker.model.whole_model import WholeModel, reset_of, values_of
 
 MODEL = "an nn.Sequential, an nn.ModuleList, or a list of modules, each of which takes one argument"
 LOSS = (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from elastic.domain.errors import FieldError
 from elastic.worker.contrib.folders import METADATA, is_file
+from elastic.worker.contrib.whole_model import WholeModel
 from elastic.worker.model.checks import description
-from elastic.worker.model.whole_model import WholeModel
 
 FOLDER = (
     "a folder with model.safetensors, or its index, or a folder that torch.distributed.checkpoint "

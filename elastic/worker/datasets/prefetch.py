@@ -25,9 +25,9 @@ from torch import Tensor
 
 from elastic import lifeline
 from elastic.domain.errors import FieldError
+from elastic.worker.datasets.data_source import FUNCTION, PURE, equal_fields
 from elastic.worker.datasets.stream import StreamSource
 from elastic.worker.model.checks import Described, check_callable, whole_number
-from elastic.worker.model.data_source import FUNCTION, PURE, equal_fields
 from elastic.worker.model.microbatch import Microbatch
 
 log = logging.getLogger(__name__)

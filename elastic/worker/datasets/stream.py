@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from elastic.domain.errors import FieldError
+from elastic.worker.datasets.data_source import equal_fields
 from elastic.worker.datasets.samples import Collate, OwnRandom, Samples, check_index
 from elastic.worker.model.checks import Described, check_callable, description, whole_number
-from elastic.worker.model.data_source import equal_fields
 from elastic.worker.model.microbatch import Microbatch
 
 log = logging.getLogger(__name__)

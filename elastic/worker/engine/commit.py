@@ -43,8 +43,8 @@ import torch
 from elastic.domain.errors import DivergenceError, FieldError, LedgerError
 from elastic.domain.types import NORM, PARAMETERS, Divergence
 from elastic.planning.plan.rank_map import RankMember, Roster
+from elastic.worker.datasets.data_source import PURE
 from elastic.worker.model.checks import Described
-from elastic.worker.model.data_source import PURE
 from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import Links

@@ -91,7 +91,7 @@ class StepRunner:
     data: Callable[[int, int], Microbatch]
     """data(step, index) -> micro-batch on this device."""
     typical_weight: float = 1.0
-    """Expected weight of a micro-batch (`elastic.worker.model.weighting`)."""
+    """Expected weight of a micro-batch (`elastic.worker.datasets.weighting`)."""
     agreement: GroupAgreement
     """Agreement with the tensor-parallel group to leave the epoch."""
     protection: Protection

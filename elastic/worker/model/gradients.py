@@ -15,8 +15,8 @@ recoveries.
 Two more elements follow those of the parameters. They are added up like them, so they survive sums,
 copies and recoveries:
 
-    weight       Sum of the micro-batches' weights (`elastic.worker.model.weighting`), on the last
-                 layer only. In fixed point with 20 fractional bits.
+    weight       Sum of the micro-batches' weights (`elastic.worker.datasets.weighting`), on the
+                 last layer only. In fixed point with 20 fractional bits.
     spoiled      EXACT: number of micro-batches whose gradient is infinite, NaN or beyond the range
                  in this layer. A fixed-point number cannot hold it, so its values are left out.
                  Each micro-batch is judged alone, so the verdict does not depend on the plan.

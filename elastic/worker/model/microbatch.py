@@ -74,7 +74,7 @@ class Microbatch:
     )
     """Figures that layers reported; None: in training, which keeps none."""
     digest: int = field(default=0, repr=False, compare=False, kw_only=True)
-    """Hash of the fields (`elastic.worker.model.data_source.digest_of`); 0: unknown."""
+    """Hash of the fields (`elastic.worker.datasets.data_source.digest_of`); 0: unknown."""
     weight: float = field(default=1.0, repr=False, compare=False, kw_only=True)
     """Weight in the mean over the step. The runtime sets it where a micro-batch is read
     (`Trainer(weight=...)`); layers do not see it."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from elastic import from_dataset
 from elastic.domain.errors import FieldError
-from elastic.worker.model.data_source import DataSource
+from elastic.worker.datasets.data_source import DataSource
 
 
 class Numbers(Dataset[dict[str, object]]):

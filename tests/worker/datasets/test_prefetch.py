@@ -16,8 +16,8 @@ import torch
 
 from elastic import Microbatch, from_stream, prefetch
 from elastic.domain.errors import FieldError
+from elastic.worker.datasets.data_source import DataSource
 from elastic.worker.datasets.prefetch import Prefetch
-from elastic.worker.model.data_source import DataSource
 from tests.patience import LONG_S
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from elastic.worker.model.whole_model import Values
+from elastic.worker.contrib.whole_model import Values
 
 ADAPTER = "default"
 """peft's name of an adapter that got none."""

@@ -25,10 +25,10 @@ from elastic.domain.errors import FieldError, describe, needs_extra
 from elastic.worker.contrib.huggingface.adapter_names import PlainValues, is_adapter, plain_name
 from elastic.worker.contrib.huggingface.weights import Weights, weights_in
 from elastic.worker.contrib.weights import take_weights
+from elastic.worker.contrib.whole_model import StoredValues, Values, WholeModel, values_of
 from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.rng import derive_parameter_seed
-from elastic.worker.model.whole_model import StoredValues, Values, WholeModel, values_of
 
 with needs_extra("hf", "A Hugging Face model"):
     import transformers

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.domain.errors import FieldError
-from elastic.worker.model.data_source import DataSource, digest_of
+from elastic.worker.datasets.data_source import DataSource, digest_of
 from elastic.worker.model.microbatch import Microbatch
 from tests.worker.model.toy_model import microbatch
 

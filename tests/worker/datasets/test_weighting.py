@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.domain.errors import FieldError
-from elastic.worker.model.weighting import MOST_WEIGHT, checked_weight, label_count, weight_of
+from elastic.worker.datasets.weighting import MOST_WEIGHT, checked_weight, label_count, weight_of
 
 LABELS = torch.tensor([[-100, 4, 5, 6], [7, -100, -100, 8]])
 MASK = torch.tensor([[1.0, 1.0, 0.5, 0.0], [0.25, 1.0, 1.0, 1.0]])
