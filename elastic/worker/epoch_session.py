@@ -310,6 +310,7 @@ class EpochSession:
             optimizer=context.job.optimizer,
             data=self._data,
             typical_weight=context.job.typical_weight,
+            typical_rows=self._typical_rows(),
             agreement=self._agreement,
             protection=context.protection,
             injector=context.injector,
@@ -324,6 +325,12 @@ class EpochSession:
                 on_nonfinite=context.settings.on_nonfinite,
             ),
         )
+
+    def _typical_rows(self) -> int:
+        """Return the tokens of a typical micro-batch, if the sizes of micro-batches differ; 0: they
+        do not, or it is not known."""
+        job = self._context.job
+        return job.spec.tokens_per_microbatch if job.stack.varying else 0
 
     def _evaluation_runner(self, installed: LoadedStage, links: Links) -> EvaluationRunner | None:
         """Return the runner of the evaluations; None: the job has none."""

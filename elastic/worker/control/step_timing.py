@@ -2,7 +2,8 @@
 
 On the CPU the timer reads a clock. On CUDA it records events in the stream and reads them at the
 end of the step; an event that the device has not reached by then is left out. Waiting for
-neighbours is not counted.
+neighbours is not counted. Where micro-batches have different sizes, the time is that of one of
+typical size, so that a stage is not slow because its micro-batches are long.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ class StepTimer:
     def __init__(self, device: torch.device, sending: Callable[[], bool]) -> None:
         self._device, self._sending = device, sending
         self._open: tuple[Action, Mark, bool] | None = None
-        self._spans: list[tuple[Action, Mark, Mark, bool, bool]] = []
-        """(action, begin, end, sending at the begin, sending at the end)."""
+        self._spans: list[tuple[Action, Mark, Mark, bool, bool, float]] = []
+        """(action, begin, end, sending at the begin, sending at the end, cost)."""
 
     def begin(self, action: Action) -> None:
         """Start to time `action`."""
         self._open = (action, mark(self._device), self._sending())
 
-    def end(self) -> None:
-        """End the timing of the action that began last. On CUDA its kernels may still run."""
+    def end(self, cost: float = 1.0) -> None:
+        """End the timing of the action that began last. On CUDA its kernels may still run.
+
+        `cost`: cost of its micro-batch, relative to one of typical size.
+        """
         if self._open is not None:
             action, began, sending = self._open
-            self._spans.append((action, began, mark(self._device), sending, self._sending()))
+            ended = mark(self._device)
+            self._spans.append((action, began, ended, sending, self._sending(), cost))
             self._open = None
 
     def take(
@@ -55,9 +60,10 @@ class StepTimer:
         times: Times = defaultdict(list)
         with_transfer: Times = defaultdict(list)
         without_transfer: Times = defaultdict(list)
-        for action, began, ended, before, after in spans:
+        for action, began, ended, before, after, cost in spans:
             seconds = seconds_between(began, ended)
             if seconds is not None:
+                seconds /= cost
                 key = action.kind, action.stage
                 times[key].append(seconds)
                 if before == after:

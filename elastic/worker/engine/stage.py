@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic.planning.plan.rank_map import Roster
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
-from elastic.worker.model.values import Message, Value, parts_of
+from elastic.worker.model.values import Message, Value, parts_of, rows_of
 from elastic.worker.replica.replica import LayerReplica
 
 
@@ -78,6 +78,8 @@ class LocalStage:
         self.begins = previous is None if begins is None else begins
         self.ends = following is None if ends is None else ends
         self._recompute = recompute
+        self.rows: dict[int, int] = {}
+        """Rows of the newest pass of each micro-batch (`elastic.worker.model.values.rows_of`)."""
         self._passes: dict[int, _MicrobatchPass] = {}
         self._losses: dict[int, _Loss] = {}
 
@@ -169,8 +171,13 @@ class LocalStage:
             layer.collect(index, skip=skipped, weight=weight)
 
     def _run(self, microbatch: Microbatch, hidden: Value | None) -> Value:
+        if hidden is not None:
+            self.rows[microbatch.index] = rows_of(hidden)
         for layer in self.layers:
+            begins = hidden is None
             hidden = layer.forward(hidden, microbatch)
+            if begins:
+                self.rows[microbatch.index] = rows_of(hidden)
         assert hidden is not None
         return hidden
 

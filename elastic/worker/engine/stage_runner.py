@@ -114,6 +114,7 @@ class StageRunner:
         n_microbatches: micro-batches M of the whole step.
         typical_weight: expected weight W of a micro-batch. A micro-batch of weight w has the
             gradient of its loss times w / (M W).
+        typical_rows: rows of a micro-batch of typical size, for `cost`; 0: all cost the same.
         data: data(step, index) -> the micro-batch's fields. The first and the last stage call it
             before the forward pass, others when a layer reads a field.
         agreement: the agreement with the tensor-parallel group; None: this rank is alone.
@@ -127,6 +128,7 @@ class StageRunner:
         *,
         n_microbatches: int,
         typical_weight: float = 1.0,
+        typical_rows: int = 0,
         data: Callable[[int, int], Microbatch],
         agreement: GroupAgreement | None = None,
         keep: Callable[[LoggedMessage], None] | None = None,
@@ -136,7 +138,7 @@ class StageRunner:
         self._stages: dict[int, LocalStage] = {}
         """The stages of this run, by number."""
         self._scale, self._data = 1.0 / n_microbatches, data
-        self._typical_weight = typical_weight
+        self._typical_weight, self._typical_rows = typical_weight, typical_rows
         self._weights: dict[int, float] = {}
         """Weights of the micro-batches that the model's last stage here has begun."""
         self.agreement = agreement or GroupAgreement(None, links.abandon)
@@ -202,6 +204,12 @@ class StageRunner:
         finally:
             self._collect(skip)
             self._clear()
+
+    def cost(self, action: Action) -> float:
+        """Return what the micro-batch of an action that has computed costs, relative to one of
+        typical size."""
+        rows = self._stages[action.stage].rows.get(action.microbatch, 0)
+        return rows / self._typical_rows if rows and self._typical_rows else 1.0
 
     def _collect_and_notify(self, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
         """Collect the last backward pass, if it is not collected yet, and call `on_backward`.

@@ -92,6 +92,8 @@ class StepRunner:
     """data(step, index) -> micro-batch on this device."""
     typical_weight: float = 1.0
     """Expected weight of a micro-batch (`elastic.worker.datasets.weighting`)."""
+    typical_rows: int = 0
+    """Rows of a micro-batch of typical size, if their sizes differ; 0: they do not."""
     agreement: GroupAgreement
     """Agreement with the tensor-parallel group to leave the epoch."""
     protection: Protection
@@ -116,12 +118,14 @@ class StepRunner:
             links,
             n_microbatches=plan.n_microbatches,
             typical_weight=self.typical_weight,
+            typical_rows=self.typical_rows,
             data=self.data,
             agreement=self.agreement,
             keep=log.keep if log is not None else None,
         )
         self._device = device_kind(links.device)
-        self._in_partial_replay = self._computing = self._compared = False
+        self._in_partial_replay = self._compared = False
+        self._computing: Action | None = None
         self._began = 0.0
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.max_unreceived = max(links.max_unreceived, UNRECEIVED_PER_UNIT * n_units)
@@ -294,7 +298,7 @@ class StepRunner:
 
     def before(self, action: Action) -> None:
         self._stretch()
-        self._computing = action.kind.computes
+        self._computing = action if action.kind.computes else None
         activity = "compute" if action.kind.computes else "wait"
         self._position.update(activity, self.step, action.microbatch)
         if action.kind is Kind.F:
@@ -318,9 +322,9 @@ class StepRunner:
     def _stretch(self) -> None:
         """End the current compute action; prolong it if a fault slows this worker."""
         if self._computing:
-            self._computing = False
+            action, self._computing = self._computing, None
             self.injector.stretch(time.perf_counter() - self._began)
-            self.timer.end()
+            self.timer.end(self.runner.cost(action))
 
 
 def judge(

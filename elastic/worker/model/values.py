@@ -56,6 +56,16 @@ def nbytes_of(value: Value) -> int:
     return sum(part.nbytes for part in parts_of(value))
 
 
+def rows_of(value: Value) -> int:
+    """Return the product of all sizes but the last of the first floating-point matrix or larger
+    tensor of `value`: the number of its tokens, if the last dimension is that of the features. 0:
+    it has none."""
+    for part in parts_of(value):
+        if part.is_floating_point() and part.ndim > 1:
+            return part.numel() // max(part.shape[-1], 1)
+    return 0
+
+
 class _Separate(torch.autograd.Function):
     """Returns its arguments as contiguous tensors. Its way back gives contiguous gradients, zeros
     for arguments that have none."""
