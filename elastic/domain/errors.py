@@ -14,6 +14,7 @@ ElasticError
  |    +-- SlotError        the node's memory and disk refuse new copies
  |    +-- VaultUnreachable no connection to a vault, or it broke
  |    +-- Unanswered       a vault that can be reached has not answered in time
+ +-- OtherModel            a node has built other frozen parameters than the training began with
  +-- LedgerError           a micro-batch would be doubled or is missing
  +-- DivergenceError       holders of a layer disagree about it
  +-- NonfiniteError        a gradient norm is infinite or NaN
@@ -176,6 +177,10 @@ class VaultUnreachable(VaultError):
 class Unanswered(VaultError):
     """A vault has not answered in time, although its machine has acknowledged all bytes. So the
     network is sound, and the vault is busy, stopped or hung."""
+
+
+class OtherModel(ElasticError):
+    """The frozen parameters that this node has built are not those of the training."""
 
 
 class LedgerError(ElasticError):

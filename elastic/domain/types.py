@@ -182,6 +182,7 @@ class LayerSpec:
     """Costs of a layer for the planner. Bytes are of the whole layer, before any TP split."""
 
     param_bytes: int
+    """Bytes of the parameters that are trained."""
     state_bytes: int
     """Bytes of the optimizer state and master weights, without the parameters."""
     gradient_bytes: int
@@ -199,6 +200,13 @@ class LayerSpec:
     """Time of the backward pass if it computes only the parameters' gradients; 0: unknown."""
     update_s: float = 0.0
     """Time of the optimizer's update."""
+    frozen_bytes: int = 0
+    """Bytes of the frozen parameters. No copy has them, and no transfer."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a holder of the layer needs, without activations."""
+        return self.param_bytes + self.frozen_bytes + self.state_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)

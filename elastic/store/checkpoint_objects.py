@@ -16,7 +16,6 @@ import errno
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -39,8 +38,6 @@ from elastic.store.checkpoint_format import (
     step_of,
 )
 
-AT_ONCE = 8
-"""Manifests that are read at the same time."""
 _REMEDY = "a complete checkpoint (a folder step-NNNNNNNN with manifest.json) is needed"
 
 
@@ -121,23 +118,23 @@ class ObjectCheckpoints:
             raise FieldError("checkpoint", path, f"cannot be committed: {error}") from error
         return path
 
-    def complete(self) -> tuple[list[tuple[str, Manifest]], list[FieldError]]:
+    def complete(self, newest: bool = False) -> tuple[list[tuple[str, Manifest]], list[FieldError]]:
         """Return the complete checkpoints, newest first, and the reasons to pass over newer ones.
+        `newest`: only the newest one.
         If the URL itself is that of a checkpoint, return it alone, or raise CorruptCheckpoint."""
         if MANIFEST in self._sizes(""):
             return [(self.url, self.read_manifest(""))], []
         found: list[tuple[str, Manifest]] = []
         problems: list[FieldError] = []
-        names = self._steps()[::-1]
-        with ThreadPoolExecutor(AT_ONCE, "elastic-manifests") as pool:
-            read = [pool.submit(self.read_manifest, name) for name in names]
-        for name, manifest in zip(names, read, strict=True):
+        for name in self._steps()[::-1]:
             try:
-                found.append((f"{self.url}/{name}", manifest.result()))
+                found.append((f"{self.url}/{name}", self.read_manifest(name)))
             except MissingCheckpoint:
                 continue  # it was not committed
             except CorruptCheckpoint as error:
                 problems += [] if found else [error]
+            if newest and found:
+                break
         return found, problems
 
     def read_manifest(self, name: str) -> Manifest:
@@ -254,9 +251,16 @@ class ObjectCheckpoints:
         if manifest is not None and manifest.run == run:
             self._remove(name, {MANIFEST})
             self._unremoved[name] = _names(manifest) - {MANIFEST}
+        errors: list[OSError] = []
         for folder in list(self._unremoved):
-            self._remove(folder, self._unremoved[folder])
-            del self._unremoved[folder]
+            try:
+                self._remove(folder, self._unremoved[folder])
+            except OSError as error:
+                errors.append(error)
+            else:
+                del self._unremoved[folder]
+        if errors:
+            raise errors[0]
 
     def probe(self) -> None:
         """Write, list and remove a small object. Raises OSError if the store refuses."""

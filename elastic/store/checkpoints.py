@@ -40,7 +40,9 @@ class Checkpoints(Protocol):
         run: str = "",
     ) -> str: ...
 
-    def complete(self) -> tuple[list[tuple[str, Manifest]], list[FieldError]]: ...
+    def complete(
+        self, newest: bool = False
+    ) -> tuple[list[tuple[str, Manifest]], list[FieldError]]: ...
 
     def discard_step(
         self, step: int, before: int = 0, run: str = "", *, committed: bool = False
@@ -74,7 +76,7 @@ def probe(url: str) -> None:
 def latest(location: str | Path) -> str | None:
     """Return the path of the newest complete checkpoint at a location, or of the one that it is;
     None: there is none."""
-    found, _ = open_checkpoints(location).complete()
+    found, _ = open_checkpoints(location).complete(newest=True)
     return found[0][0] if found else None
 
 
@@ -131,8 +133,9 @@ class _Directory:
     ) -> str:
         return str(checkpoint_directory.commit(self._path, step, spec, counts, run))
 
-    def complete(self) -> tuple[list[tuple[str, Manifest]], list[FieldError]]:
+    def complete(self, newest: bool = False) -> tuple[list[tuple[str, Manifest]], list[FieldError]]:
         found, problems = checkpoint_directory.complete(self._path)
+        found = found[:1] if newest else found
         return [(str(path), manifest) for path, manifest in found], problems
 
     def discard_step(

@@ -112,6 +112,12 @@ class ModelReplica(ModelSum):
         self.version, self.value = 0, initial(layer)
         self.device = torch.device("cpu")
 
+    def fill_frozen(self) -> None:
+        """Nothing is frozen."""
+
+    def frozen_intact(self) -> bool:
+        return True
+
     # ---- gradients ----
 
     @property

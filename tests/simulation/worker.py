@@ -108,7 +108,7 @@ class Context:
         self.injector = SimpleNamespace(recoveries=0, reach=lambda *_: None)
         optimizer = SimpleNamespace(check=lambda **_: None, lr=lambda step: 0.1, clip_norm=None)
         self.job = SimpleNamespace(
-            stack=SimpleNamespace(tied=(), varying=False),
+            stack=SimpleNamespace(tied_trained=(), varying=False),
             optimizer=optimizer,
             spec=world.spec,
             accumulate=Accumulate.EXACT,

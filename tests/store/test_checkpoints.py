@@ -75,6 +75,10 @@ def steps(kept: Checkpoints) -> list[int]:
     return [manifest.step for _, manifest in kept.complete()[0]]
 
 
+def newest(kept: Checkpoints) -> list[tuple[str, int]]:
+    return [(path, manifest.step) for path, manifest in kept.complete(newest=True)[0]]
+
+
 def test_every_state_comes_back_bit_for_bit(location: str, kept: Checkpoints) -> None:
     path = whole(kept, 12)
     assert path == f"{location}/step-00000012" == latest(location) == latest(path)
@@ -177,6 +181,7 @@ def test_files_of_undone_epochs_are_removed(kept: Checkpoints) -> None:
 def test_a_removed_checkpoint_leaves_nothing(kept: Checkpoints) -> None:
     for step in (2, 4):
         whole(kept, step)
+    assert [step for _, step in newest(kept)] == [4]
     kept.remove(4, "another")
     kept.remove(2, "run")
     kept.remove(3, "run")
@@ -188,22 +193,24 @@ def test_a_removal_that_failed_is_finished_by_the_next(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = ObjectCheckpoints(f"{server}/{uuid.uuid4().hex}")
-    for step in (2, 4, 6):
+    for step in (2, 4, 6, 8):
         whole(kept, step)
     real = kept._remove
 
     def failing(name: str, files: set[str]) -> None:
-        if "manifest.json" not in files:
+        if "manifest.json" not in files and name == step_name(2):
             raise OSError("the store is away")
         real(name, files)
 
     monkeypatch.setattr(kept, "_remove", failing)
-    with pytest.raises(OSError, match="away"):
-        kept.remove(2, "run")
-    assert steps(kept) == [6, 4] and kept.staged_steps() == (2,)
+    for step, left in ((2, [8, 6, 4]), (4, [8, 6])):
+        with pytest.raises(OSError, match="away"):
+            kept.remove(step, "run")
+        assert steps(kept) == left and kept.staged_steps() == (2,)
     monkeypatch.undo()
-    kept.remove(4, "run")
-    assert steps(kept) == [6] and kept.staged_steps() == ()
+    kept.remove(6, "run")
+    assert steps(kept) == [8] and kept.staged_steps() == ()
+    assert [step for _, step in newest(kept)] == [8]
 
 
 def test_a_removal_spares_what_another_run_writes(kept: Checkpoints) -> None:

@@ -314,7 +314,7 @@ def _complete(text: str, location: str) -> bool:
     problems: list[FieldError] = []
 
     def look() -> None:
-        complete, damaged = open_checkpoints(location, "--resume").complete()
+        complete, damaged = open_checkpoints(location, "--resume").complete(newest=True)
         found.extend(complete)
         problems.extend(damaged)
 

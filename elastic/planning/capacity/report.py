@@ -149,7 +149,7 @@ def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
     again = sum(
         layers[i].activation_bytes for stage in stages if stage.recompute for i in stage.layers
     )
-    return sum(la.param_bytes + la.state_bytes + la.gradient_bytes for la in held) / tp + again
+    return sum(la.held_bytes for la in held) / tp + again
 
 
 def _kept(stages: Sequence[Stage], numbers: Sequence[int], profile: Profile) -> dict[int, float]:

@@ -95,9 +95,7 @@ class CostModel:
         self.kinds = tuple(kinds)
         layers = profile.layers
         self.n_layers = len(layers)
-        self.fixed = _prefix_sums(
-            -(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers
-        )
+        self.fixed = _prefix_sums(-(-la.held_bytes // tp) for la in layers)
         self.activation = _prefix_sums(la.activation_bytes for la in layers)
         self.gradient = _prefix_sums(la.gradient_bytes / tp for la in layers)
         outputs = [la.output_bytes for la in layers]

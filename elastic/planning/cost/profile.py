@@ -241,7 +241,7 @@ def _check_same_model(profile: Profile, found: Measurement) -> None:
     pairs += [
         (f"layers[{i}].{name}", getattr(a, name), getattr(b, name), f"the script's layer {i}")
         for i, (a, b) in enumerate(zip(profile.layers, found.layers, strict=False))
-        for name in ("param_bytes", "state_bytes", "output_bytes")
+        for name in ("param_bytes", "frozen_bytes", "state_bytes", "output_bytes")
     ]
     for name, expected, measured, owner in pairs:
         if expected != measured:

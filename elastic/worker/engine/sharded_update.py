@@ -32,7 +32,8 @@ class ParameterGather:
         def holders(replica: LayerReplica) -> tuple[int, ...]:
             return roster.holders(replica.index, shard)
 
-        sharded = (replica for replica in replicas if replica.portion != WHOLE)
+        sharded = [r for r in replicas if r.portion != WHOLE and _parameter_bytes(r)]
+        self._without = [r for r in replicas if r.portion != WHOLE and not _parameter_bytes(r)]
         self._buckets = [
             _GatherBucket(layers, holders(layers[0]))
             for layers in buckets(sharded, holders, _parameter_bytes)
@@ -44,6 +45,8 @@ class ParameterGather:
 
         Raises EpochAbandoned or LinkFailed; some layers may be incomplete then.
         """
+        for replica in self._without:
+            replica.complete = True
         previous: tuple[_GatherBucket, PendingCollective] | None = None
         for bucket in self._buckets:
             begun = bucket, bucket.begin(self._links)

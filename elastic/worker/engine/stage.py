@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -249,4 +250,10 @@ def _with_gradients(output: Value, gradient: Message | float) -> tuple[list[Tens
         given = parts_of(gradient.value())
         assert len(given) == len(wanted), "the graph decides which parts have a gradient"
         return wanted, given
-    return wanted, [torch.full_like(part, gradient) for part in wanted]
+    return wanted, [_filled(part, gradient) for part in wanted]
+
+
+def _filled(like: Tensor, value: float) -> Tensor:
+    """Return a tensor of equal elements. A value that its type cannot hold is infinite."""
+    fits = abs(value) <= torch.finfo(like.dtype).max
+    return torch.full_like(like, value if fits else math.copysign(math.inf, value))

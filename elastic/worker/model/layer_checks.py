@@ -35,6 +35,7 @@ VALUE = (
 _VIEW = "_Separate is a view"
 """In torch's message about a change of an input that is a part of a value (`separated`)."""
 STATE = "a layer that moves to another node, or is exported, loses it"
+CHANGED = "a value that training changes"
 
 
 def layer_name(index: int, module: object) -> str:
@@ -73,13 +74,16 @@ class LayerChecks:
             for prefix, part in module.named_modules()
             for key in part._buffers
         ]
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._before: list[tuple[int, int]] = []
         self._versions: list[int] = []
+        self._frozen_versions: list[int] = []
 
     def begin(self, hidden: Value | None, microbatch: Microbatch) -> None:
         """Called before each forward pass of `hidden`."""
         microbatch.watched.mark()
         self._versions = [] if hidden is None else [part._version for part in parts_of(hidden)]
+        self._frozen_versions = [parameter._version for _, parameter in self._frozen]
         if self._buffers:
             self._before = self._marks()
 
@@ -109,6 +113,11 @@ class LayerChecks:
             raise FieldError(self._name, what, f"{remedy}{everything}")
         if self._buffers:
             self._check_buffers()
+        for (name, parameter), version in zip(self._frozen, self._frozen_versions, strict=True):
+            if parameter._version != version:
+                field, what = f"{self._name}, parameter {name}", Described(CHANGED)
+                remedy = "it is frozen, and only parameters that the optimizer updates may change"
+                raise FieldError(field, what, remedy)
         return cast(Value, out)
 
     def _parts(self, out: object) -> list[Tensor]:
@@ -144,7 +153,7 @@ class LayerChecks:
         after = self._marks()
         changed = [i for i, mark in enumerate(after) if mark != self._before[i]]
         for key, part, own in (self._buffers[i] for i in changed):
-            field, what = f"{self._name}, buffer {key}", Described("a value that training changes")
+            field, what = f"{self._name}, buffer {key}", Described(CHANGED)
             if own not in part._non_persistent_buffers_set:
                 raise FieldError(field, what, f"{STATE}: only constant buffers are possible")
             print(f"elastic: warning: {field} is changed by training: {STATE}", file=sys.stderr)

@@ -131,7 +131,13 @@ class LayerStack(ABC):
 def trained(parameters: Iterable[tuple[str, P]]) -> list[tuple[str, P]]:
     """Return those of the `parameters` (name, parameter) that change. The others are frozen: every
     worker builds them with their initial values, and no copy or checkpoint has them."""
-    return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    return [(name, parameter) for name, parameter in parameters if not is_frozen(parameter)]
+
+
+def is_frozen(parameter: Tensor) -> bool:
+    """Return whether training leaves a parameter as it is. A plain tensor that describes one, as
+    those on the meta device, does not tell, and counts as trained."""
+    return isinstance(parameter, nn.Parameter) and not parameter.requires_grad
 
 
 def describe_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -141,7 +147,7 @@ def describe_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
     changing = trained(named)
     text = _described(changing)
     if len(changing) < len(named):
-        text += f"{FROZEN}{_described(one for one in named if not one[1].requires_grad)}"
+        text += f"{FROZEN}{_described(one for one in named if is_frozen(one[1]))}"
     return text
 
 
@@ -176,8 +182,11 @@ def layer_spec(
     for _, parameter in changing:
         elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
     whole, count = (sum(p.numel() for _, p in some) for some in (named, changing))
+    nbytes, changing_bytes = (
+        sum(p.numel() * p.dtype.itemsize for _, p in some) for some in (named, changing)
+    )
     return LayerSpec(
-        param_bytes=sum(p.numel() * p.dtype.itemsize for _, p in named),
+        param_bytes=changing_bytes,
         state_bytes=sum(
             n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
             for dtype, n in elements.items()
@@ -187,6 +196,7 @@ def layer_spec(
         backward_s=(1 + (count / whole if whole else 1)) * forward_s,
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
+        frozen_bytes=nbytes - changing_bytes,
     )
 
 

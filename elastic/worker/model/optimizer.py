@@ -148,6 +148,10 @@ class LayerOptimizer:
         portion: Portion = WHOLE,
     ) -> None:
         spec.check(shared=portion != WHOLE)
+        small = any(p.dtype == torch.float16 for _, p in parameters)
+        if small and spec.loss_scale is not None and not spec.master_weights:
+            remedy = "updates of float16 parameters round small gradients to 0: set it to True"
+            raise FieldError("OptimizerSpec.master_weights", False, f"with loss_scale, {remedy}")
         self.portion = portion
         self.parameters = {
             name: p if portion == WHOLE else Parameter(self.portion_of(p.detach()))
@@ -164,7 +168,7 @@ class LayerOptimizer:
         groups = self._groups(spec, dict(parameters))
         # Other errors are faults of the device. A factory need not expect an empty layer.
         with _own_errors_of("a function that fails with", TypeError, ValueError):
-            self.optimizer = (spec.factory if self.targets else torch.optim.SGD)(groups)
+            self.optimizer = (spec.factory if self.targets else _NOTHING_TO_UPDATE)(groups)
         self._check_optimizer()
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
@@ -358,3 +362,6 @@ def adamw(
         elementwise=True,
         loss_scale=loss_scale,
     )
+
+
+_NOTHING_TO_UPDATE = without_compiler(torch.optim.SGD)

@@ -153,6 +153,8 @@ class EmulatedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((_elements(spec.param_bytes),), value))
+        frozen = torch.zeros(spec.frozen_bytes, dtype=torch.uint8)
+        self.frozen = nn.Parameter(frozen, requires_grad=False) if spec.frozen_bytes else None
         self._numel, self._last = 1 if last else _elements(spec.output_bytes), last
         self._times, self._timer = times, timer
 

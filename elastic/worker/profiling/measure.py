@@ -26,7 +26,7 @@ from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.control.step_timing import mark, seconds_between, synchronize
 from elastic.worker.model.device import activation_bytes, choose_device
-from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.layers import TensorParallel, is_frozen, trained
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
 from elastic.worker.model.values import Message, Value, ValueSpec, parts_of
@@ -226,7 +226,7 @@ def _signature(replica: LayerReplica, hidden: Value | None) -> object:
     """Return a key that is equal for layers with equal modules, parameters and inputs."""
     assert hidden is not None
     named = replica.module.named_parameters()
-    parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in named)
+    parameters = tuple((name, tuple(p.shape), p.dtype, is_frozen(p)) for name, p in named)
     return repr(replica.module), parameters, ValueSpec.of(hidden)
 
 
@@ -236,11 +236,14 @@ def _layer_bytes(replica: LayerReplica, tp: int, update: Callable[[], None]) -> 
     Calls `update` first, because most optimizers create their state at the first update.
     """
     update()
-    parameters = dict(replica.module.named_parameters())
-    parts = {name: tp if shard_dim(p) >= 0 else 1 for name, p in parameters.items()}
+    everything = dict(replica.module.named_parameters())
+    parameters = dict(trained(everything.items()))
+    parts = {name: tp if shard_dim(p) >= 0 else 1 for name, p in everything.items()}
     element = replica.gradient.element_size()
+    frozen = (p.nbytes * parts[n] for n, p in everything.items() if n not in parameters)
     return {
         "param_bytes": sum(p.nbytes * parts[n] for n, p in parameters.items()),
+        "frozen_bytes": sum(frozen),
         "state_bytes": sum(nbytes * parts[n] for n, nbytes in replica.optimizer_bytes().items()),
         "gradient_bytes": sum(p.numel() * element * parts[n] for n, p in parameters.items()),
     }

@@ -119,6 +119,7 @@ class StateLoader:
                 replica, source = self._load(recipe, portion, old, assignment.record)
                 kept = replica is complete.get(layer)
                 self._load_gradients(recipe, replica, kept=kept)
+            replica.fill_frozen()
             loaded.replicas.append(replica)
             loaded.sources.append(source)
             self._after_layer()

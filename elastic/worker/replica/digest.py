@@ -31,6 +31,14 @@ def parameter_digest(parameters: Iterable[Tensor]) -> int:
     return int(hasher.intdigest())
 
 
+def host_digest(parameters: Iterable[Tensor]) -> str:
+    """Return a hash of the bytes of `parameters`, in order, which does not depend on the device."""
+    hasher = xxhash.xxh3_64()
+    for parameter in parameters:
+        hasher.update(as_memory(as_bytes(parameter.detach().cpu())))
+    return hasher.hexdigest()
+
+
 def device_digest(parameters: Iterable[Tensor]) -> int:
     """Return the sum of all 8-byte words, each times an odd number of its own, modulo 2**64.
 

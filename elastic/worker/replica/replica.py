@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from elastic.domain.errors import LedgerError, VaultError
+from elastic.domain.errors import LedgerError, OtherModel, VaultError
 from elastic.domain.types import WHOLE, Portion, StepRecord
 from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator, FlatLayout
-from elastic.worker.model.layer_checks import LayerChecks
-from elastic.worker.model.layers import TensorParallel, trained
-from elastic.worker.model.loss_scale import KEY, LossScale, RunningScale
+from elastic.worker.model.layer_checks import LayerChecks, layer_name
+from elastic.worker.model.layers import TensorParallel, is_frozen, trained
+from elastic.worker.model.loss_scale import LossScale, RunningScale
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
@@ -26,9 +26,12 @@ from elastic.worker.model.state_codec import (
     read_state,
 )
 from elastic.worker.model.values import Value, separated
-from elastic.worker.replica.digest import parameter_digest
+from elastic.worker.replica.digest import host_digest, parameter_digest
 from elastic.worker.replica.gradient_sum import GradientSum
 
+FROZEN_HASH = "frozen/hash"
+OPTIMIZER_TEXTS = ("optim/", "group/")
+"""Beginnings of the paths of a state's texts that are of the optimizer."""
 SKIPPED = b"\0"
 """Bytes of a copy of an update that was left out. Other copies of updates are longer."""
 
@@ -53,9 +56,11 @@ class LayerReplica(GradientSum):
         outside_norm: frozenset[str] = frozenset(),
         last: bool = False,
         loss_scale: LossScale | None = None,
+        initial: Callable[[], nn.Module] | None = None,
     ) -> None:
         """`outside_norm`: names of parameters that another worker counts in the gradient norm.
-        `last`: whether the layer returns the loss."""
+        `last`: whether the layer returns the loss. `initial`: builds the module with its initial
+        values, if `module` has arbitrary ones; then `fill_frozen` must follow before a pass."""
         super().__init__(index, accumulator)
         self.shard, self.tp_size, self.module, self.seed = tp.rank, tp.size, module, seed
         self.version = 0
@@ -79,8 +84,13 @@ class LayerReplica(GradientSum):
         """Layout of an update's input: the gradients of the tensors that the update changes."""
         self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
         self._parameters = dict(trained(module.named_parameters()))
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self._frozen_digest = parameter_digest(self._frozen)
+        self._frozen = {name: p for name, p in module.named_parameters() if is_frozen(p)}
+        self._frozen_digest = 0
+        self._frozen_hash = ""
+        """Hash of the frozen parameters with which the training began; "": none, or unknown."""
+        self._initial = initial
+        if self._frozen and initial is None:
+            self._know_frozen()
         self._plan: StatePlan | None = None
         self._checks, self._last = LayerChecks(index, module, last=last), last
 
@@ -250,7 +260,7 @@ class LayerReplica(GradientSum):
     @property
     def update_nbytes(self) -> int:
         """Bytes of the input of an update."""
-        return 4 * (self._targets.numel if self.portion == WHOLE else max(self._targets.numel, 1))
+        return 4 * max(self._targets.numel, 1)
 
     def skip_update(self) -> None:
         """Leave an update out: the state stays as it is, and the version is incremented."""
@@ -261,7 +271,7 @@ class LayerReplica(GradientSum):
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
         """Return the float32 gradient that `update` applies, as a new flat tensor."""
         flat = gradients.to_flat(reduced[: self.layout.numel], clip)
-        if self.portion == WHOLE:
+        if self.portion == WHOLE and flat.numel():
             return flat
         mine = flat.new_zeros(max(self._targets.numel, 1))
         for view, part in zip(self._targets.views(mine), self._portions(flat), strict=True):
@@ -303,11 +313,39 @@ class LayerReplica(GradientSum):
 
     def digest(self) -> int:
         """Return a 64-bit hash of all parameters, whole, also of those that are frozen."""
-        return parameter_digest([*self.parameters, *self._frozen])
+        return parameter_digest([*self.parameters, *self._frozen.values()])
+
+    # ---- frozen parameters, which no state has ----
+
+    def fill_frozen(self) -> None:
+        """Give frozen parameters their initial values, unless they have them.
+
+        Raises OtherModel if they are not those with which the training began.
+        """
+        build, self._initial = self._initial, None
+        if not self._frozen or build is None:
+            return
+        module = build()
+        with torch.no_grad():
+            for name, parameter in self._frozen.items():
+                parameter.copy_(module.get_parameter(name))
+        self._know_frozen()
 
     def frozen_intact(self) -> bool:
         """Return whether the frozen parameters are still those that were built."""
-        return parameter_digest(self._frozen) == self._frozen_digest
+        return parameter_digest(self._frozen.values()) == self._frozen_digest
+
+    def _know_frozen(self) -> None:
+        """Note the values of the frozen parameters. Raises OtherModel if others were expected."""
+        self._frozen_digest = parameter_digest(self._frozen.values())
+        self._expect_frozen(host_digest(self._frozen.values()))
+
+    def _expect_frozen(self, found: str) -> None:
+        if found and self._frozen_hash and found != self._frozen_hash:
+            name = layer_name(self.index, self.module)
+            text = f"{name}: its frozen parameters are not those with which the training began"
+            raise OtherModel(f"{text}: give this node the files of the model that the others have")
+        self._frozen_hash = self._frozen_hash or found
 
     # ---- the state as bytes ----
 
@@ -359,9 +397,11 @@ class LayerReplica(GradientSum):
             for name, tensor in moments.items()
             if optimizer.targets[split[name][0]].numel()
         }
-        texts = {k: v for k, v in header.extra.items() if not k.startswith(KEY)}
+        texts = {k: v for k, v in header.extra.items() if k.startswith(OPTIMIZER_TEXTS)}
         optimizer.load(state, {k: v for k, v in texts.items() if self._in_portion(k)})
         self.loss_scale.read(header.extra, header.version)
+        if self._frozen:
+            self._expect_frozen(header.extra.get(FROZEN_HASH, ""))
         self.complete, self.version, self.record = whole, header.version, None
 
     def _in_portion(self, path: str) -> bool:
@@ -401,6 +441,8 @@ class LayerReplica(GradientSum):
     def _state_plan(self, tensors: list[NamedTensor]) -> StatePlan:
         """Return the layout of the state, made from the layout of another version if possible."""
         extra, plan = {**self._optimizer.extra(), **self.loss_scale.texts()}, self._plan
+        if self._frozen_hash:
+            extra[FROZEN_HASH] = self._frozen_hash
         if plan is not None and plan.header.version != self.version:
             plan = plan.at(self.version)
         if plan is None or not plan.fits(tensors, extra):

@@ -1,9 +1,10 @@
 """Tells faults of a node from errors of the script, and crashes the worker on a fault of its node.
 
-A node is at fault if its device breaks, if its storage fails or is full, or if it has no memory or
-no threads left. The agent restarts a crashed worker, and the job continues: recovery reads the
-published copies from the vaults. A node that crashes repeatedly is left out. Running out of device
-memory, or an operation that no device supports, is an error of the script and ends the job
+A node is at fault if its device breaks, if its storage fails or is full, if it has no memory or no
+threads left, or if it has other files of the model. The agent restarts a crashed worker, and the
+job continues: recovery reads the published copies from the vaults. A node that crashes repeatedly
+is left out. Running out of device memory, or an operation that no device supports, is an error of
+the script and ends the job
 (`elastic.core.protocol.device_errors`).
 """
 
@@ -24,7 +25,7 @@ from elastic.core.protocol.device_errors import (
     is_link_error,
     is_script_error,
 )
-from elastic.domain.errors import EXIT_FAILURE, SlotError, VaultFull
+from elastic.domain.errors import EXIT_FAILURE, OtherModel, SlotError, VaultFull
 
 CAUSE_CHARS = 300
 """Maximum length of an error's text in a crash report."""
@@ -45,8 +46,8 @@ def is_local_fault(error: BaseException) -> bool:
 
 def is_node_fault(error: BaseException) -> bool:
     """Return whether a device, the storage or the limits of this node caused `error`."""
-    no_slots = isinstance(error, VaultFull | SlotError)
-    return no_slots or is_host_fault(error) or is_device_fault(error)
+    own = isinstance(error, VaultFull | SlotError | OtherModel)
+    return own or is_host_fault(error) or is_device_fault(error)
 
 
 @contextmanager

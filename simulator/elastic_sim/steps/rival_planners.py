@@ -71,7 +71,7 @@ class EqualNodes:
         recomputing = (t.forward_s * 2 + t.backward_s for t in times)
         self.time = {False: _prefix_sums(keeping), True: _prefix_sums(recomputing)}
         """Forward and backward seconds of a micro-batch, by whether activations are recomputed."""
-        held = (-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers)
+        held = (-(-la.held_bytes // tp) for la in layers)
         self.fixed = _prefix_sums(held)
         """Bytes of parameters, optimizer state and gradients."""
         self.activation = _prefix_sums(la.activation_bytes for la in layers)

@@ -42,7 +42,7 @@ def test_resume_from_a_store_that_does_not_answer(
     hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Silent:
-        def complete(self) -> None:
+        def complete(self, newest: bool) -> None:
             hanging.wait()
 
     monkeypatch.setattr(request, "open_checkpoints", lambda location, flag: Silent())

@@ -69,6 +69,17 @@ def test_a_flipped_bit_of_a_frozen_weight_is_repaired(tmp_path: Path, node: str)
     assert (found["step"], found["wrong"], found["fatal"]) == (2, [[node, 1, 0]], False)
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("backup", ["stream+replay", "stream+snapshot/sharded", "log+snapshot"])
+def test_a_lost_node_with_a_frozen_layer_changes_no_bit(tmp_path: Path, backup: str) -> None:
+    kill = faults("kill node=1 step=3 microbatch=2")
+    pipelines = "2" if "sharded" in backup else "1"
+    flags = exact("--nnodes", "3", "--pipelines", pipelines, "--backup", backup)
+    run = elastic_run(tmp_path / "run", [*flags, *kill], [JOB, "--frozen"])
+    check_same(run, reference(tmp_path, arguments=("--frozen",)))
+    assert len(run.summary["recoveries"]) == 1
+
+
 @pytest.mark.parametrize(
     ("node", "wrong"), [("node1", []), pytest.param("node0", [["node0", 1, 0]], marks=CHAOS)]
 )

@@ -147,8 +147,9 @@ def test_the_command_prints_the_hash_of_the_job(
 ) -> None:
     base(tmp_path / "m")
     lora().save_pretrained(str(tmp_path / "lora"))
-    layers = trained(from_huggingface(tmp_path / "m", lora=tmp_path / "lora"), 1)
-    saved = save(layers, tmp_path / "c")
+    stack = from_huggingface(tmp_path / "m", lora=tmp_path / "lora")
+    layers = trained(stack, 1)
+    saved = save(layers, tmp_path / "c", stack)
     words = ["convert", str(saved), str(tmp_path / "out"), "--model", str(tmp_path / "m"), "--json"]
     assert main([*words, "--to", "peft", "--lora", str(tmp_path / "lora")]) == 0
     runs = [[memoryview(layer.state_run().numpy().data)] for layer in layers]
@@ -159,6 +160,9 @@ def test_the_command_prints_the_hash_of_the_job(
     lora(r=8).save_pretrained(str(tmp_path / "other"))
     assert main([*words, "--to", "peft", "--lora", str(tmp_path / "other")]) == 2
     assert "adapters that were trained is needed" in capfd.readouterr().err
+    (tmp_path / "m" / "model.safetensors").unlink()
+    assert main(words) == 2
+    assert "the checkpoint has adapters: use --to peft" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -169,6 +173,12 @@ def test_the_command_prints_the_hash_of_the_job(
         (lambda: lora(bias="all"), "LoraConfig.bias: 'all' is not usable: leave it out"),
         (lambda: lora(modules_to_save=["lm_head"]), "LoraConfig.modules_to_save: "),
         (lambda: lora(init_lora_weights="pissa"), "LoraConfig.init_lora_weights: 'pissa' is"),
+        (lambda: lora(init_lora_weights=1), "LoraConfig.init_lora_weights: 1 is not usable"),
+        (
+            lambda: lora(alora_invocation_tokens=[1]),
+            "LoraConfig.alora_invocation_tokens: .*only plain LoRA",
+        ),
+        (lambda: lora(target_modules="*_proj"), "lora: .*nothing to repeat"),
         (lambda: lora(target_modules=["lm_head"]), "LoraConfig.target_modules: lm_head, which is"),
         (lambda: lora(target_modules=["nothing"]), "lora: .*nothing"),
         (lambda: "/nowhere", "lora: '/nowhere' is not usable: it has no adapter_config.json"),
@@ -178,6 +188,20 @@ def test_what_cannot_be_trained_is_refused(given: Any, message: str) -> None:
     with pytest.raises(FieldError) as raised:
         from_huggingface(config("llama"), lora=given())
     assert re.search(message, str(raised.value)), raised.value
+
+
+def test_files_of_other_adapters_are_refused(tmp_path: Path) -> None:
+    base(tmp_path / "m")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    few = lora(target_modules=["q_proj"])
+    peft.get_peft_model(model, few).save_pretrained(str(tmp_path / "few"))
+    lora().save_pretrained(str(tmp_path / "few"))
+    stack = from_huggingface(tmp_path / "m", lora=tmp_path / "few")
+    with pytest.raises(FieldError, match=r"lora: .*it has no .*k_proj.* of other adapters"):
+        replicas(stack)
+    (tmp_path / "few" / "adapter_model.safetensors").rename(tmp_path / "few" / "adapter_model.bin")
+    with pytest.raises(FieldError, match=r"lora: .*adapter_model.bin: save the adapters as"):
+        from_huggingface(tmp_path / "m", lora=tmp_path / "few")
 
 
 def test_adapters_beside_adapters_are_refused(tmp_path: Path) -> None:
@@ -192,6 +216,7 @@ def test_a_device_gets_frozen_parameters_too(tmp_path: Path) -> None:
     stack = from_huggingface(tmp_path / "m", lora=lora())
     arguments = (ALONE, adamw(0.1), Accumulate.EXACT, 4, CPU)
     full, empty = (build_replica(stack, 1, *arguments, empty=empty) for empty in (False, True))
+    empty.fill_frozen()
     known = dict(full.module.named_parameters())
     for name, parameter in empty.module.named_parameters():
         assert "lora" in name or torch.equal(parameter, known[name])

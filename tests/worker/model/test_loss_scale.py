@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.worker.engine.commit import Commit
+from elastic.worker.engine.stage import _with_gradients
 from elastic.worker.engine.step import StepChecks, judge
 from elastic.worker.model.gradients import to_flat
 from elastic.worker.model.layers import ListStack
@@ -36,7 +37,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
         x = torch.arange(WIDTH, dtype=torch.float16)[None] / WIDTH
-        return (self.linear(x).float() * TINY * 2.0**microbatch.index).sum()
+        out: Tensor = self.linear(x)
+        return (out.float() * TINY * 2.0**microbatch.index).sum()
 
 
 def spec(scale: LossScale | None) -> OptimizerSpec:
@@ -75,13 +77,27 @@ def test_an_overflow_is_not_finite(accumulate: Accumulate) -> None:
     assert not math.isfinite(layer.norm_sq(layer.gradient))
 
 
+def test_a_loss_in_float16_that_the_factor_overflows_is_infinite() -> None:
+    """As in torch: the update is left out, and the factor falls."""
+    for value, wanted in ((65504.0, 65504.0), (65536.0, math.inf), (-1e9, -math.inf)):
+        loss = torch.zeros((), dtype=torch.float16, requires_grad=True)
+        (_, gradients) = _with_gradients(loss * 1, value)
+        assert gradients[0].dtype == torch.float16 and float(gradients[0]) == wanted
+
+
+def test_float16_parameters_need_masters() -> None:
+    wrong = adamw(0.1, loss_scale=LossScale())
+    with pytest.raises(FieldError, match=r"master_weights: False .*with loss_scale, .*set it to"):
+        build_replica(ListStack([Layer], seed=1), 0, ALONE, wrong, Accumulate.FAST, 7, CPU)
+
+
 @pytest.mark.parametrize("initial", [2.0**16, 2.0])
 def test_the_rule_is_that_of_torch(initial: float) -> None:
     """torch's factor may fall below 1, so the steps do not let it."""
     ours = RunningScale(LossScale(initial=initial, growth_interval=3))
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    theirs = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=3)  # type: ignore[attr-defined]
+    theirs = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=3)
     for version, finite in enumerate("yyynyyyyyynynyyy", 1):
         weight.grad = torch.full((1,), 1.0 if finite == "y" else math.inf)
         theirs.scale(torch.zeros(1))

@@ -40,7 +40,7 @@ def to_peft(
     adapters = Adapters(lora)
     with new_folder(Path(out), path) as fresh:
         stack = from_huggingface(config_in(Path(model)), lora=adapters.config)
-        tensors = _tensors(stack, path, digest)
+        tensors = _tensors(stack, path, str(lora), digest)
         safetensors_stream.write(fresh / WEIGHTS, tensors, {"format": "pt"})
         adapters.save(fresh, str(model))
     return {
@@ -51,7 +51,9 @@ def to_peft(
     }
 
 
-def _tensors(stack: HuggingFaceStack, path: str, digest: hashlib._Hash) -> list[RawTensor]:
+def _tensors(
+    stack: HuggingFaceStack, path: str, lora: str, digest: hashlib._Hash
+) -> list[RawTensor]:
     """Return the adapters under peft's names; add their values to `digest`."""
     layers, found = SavedCheckpoint(path).manifest.n_layers, []
     if layers != stack.n_layers:
@@ -66,7 +68,7 @@ def _tensors(stack: HuggingFaceStack, path: str, digest: hashlib._Hash) -> list[
             if shape != wanted.get(name):
                 full, absent = stack.name_of(layer, name), "not trained"
                 what = f"{full} is {wanted.get(name, absent)}, and {shape or absent} in the"
-                raise FieldError("--lora", stack.model_name, f"{what} checkpoint: {TRAINED}")
+                raise FieldError("--lora", lora, f"{what} checkpoint: {TRAINED}")
         for name, (dtype, values) in held.items():
             data = memoryview(values.reshape(-1).view(np.uint8).data)
             digest.update(data)

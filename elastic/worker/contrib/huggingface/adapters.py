@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +24,8 @@ with needs_extra("lora", "LoRA"):
     from peft.tuners.lora import LoraLayer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OLD_WEIGHTS = "adapter_model.bin"
 LORA = "a peft.LoraConfig, or a folder with an adapter_config.json"
-INITIAL = (True, False, "gaussian")
-"""Values of init_lora_weights that need nothing but the seed."""
 UNSUPPORTED = {
     "bias": ("none", "leave it out: the parameters of the model stay as they are"),
     "modules_to_save": (None, "leave it out: the parameters of the model stay as they are"),
@@ -50,15 +51,24 @@ class Adapters:
             given = _config_in(folder)
             if (folder / WEIGHTS).is_file():
                 self.weights = read_file(folder / WEIGHTS)
+            elif (folder / OLD_WEIGHTS).exists():
+                remedy = f"it has {OLD_WEIGHTS}: save the adapters as {WEIGHTS}, or remove it"
+                raise FieldError("lora", str(folder), remedy)
         if not isinstance(given, LoraConfig):
             raise FieldError("lora", description(given), LORA)
         for name, (only, remedy) in UNSUPPORTED.items():
             value = getattr(given, name, only)
             if value != only and value:
                 raise FieldError(f"LoraConfig.{name}", value, remedy)
-        if given.init_lora_weights not in INITIAL:
+        for field in fields(given):
+            variant = field.metadata.get("is_lora_variant")
+            if variant and getattr(given, field.name) not in (None, False):
+                remedy = "leave it out: only plain LoRA is possible"
+                raise FieldError(f"LoraConfig.{field.name}", getattr(given, field.name), remedy)
+        initial = given.init_lora_weights
+        if not (isinstance(initial, bool) or initial == "gaussian"):
             remedy = "use True or 'gaussian': others change the model, or need data"
-            raise FieldError("LoraConfig.init_lora_weights", given.init_lora_weights, remedy)
+            raise FieldError("LoraConfig.init_lora_weights", initial, remedy)
         self.config = copy.deepcopy(given)
 
     def add(self, model: nn.Module, blocks: str) -> None:
@@ -75,7 +85,7 @@ class Adapters:
         try:
             with parameters_on_meta():
                 peft.inject_adapter_in_model(config, model, ADAPTER)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError, re.error) as error:
             raise FieldError("lora", description(self.config), describe(error)) from error
         for name, part in model.named_modules():
             if isinstance(part, LoraLayer) and not name.startswith(f"{blocks}."):
@@ -97,7 +107,7 @@ class Adapters:
                 return
             for name, parameter in module.named_parameters():
                 if is_adapter(name):
-                    _copy(parameter, self.weights(stored_name(name_of(name))))
+                    _copy(parameter, self.weights, stored_name(name_of(name)))
 
     def save(self, folder: Path, model: str) -> None:
         """Write the adapter_config.json to `folder`. `model`: name or folder of the model."""
@@ -115,7 +125,11 @@ def _reset(layer: LoraLayer, how: Any) -> None:
         cast(nn.Linear, part).reset_parameters()
 
 
-def _copy(parameter: Tensor, value: Tensor) -> None:
+def _copy(parameter: Tensor, weights: Weights, name: str) -> None:
+    """Copy the stored value `name` to a parameter. Raises FieldError for other adapters."""
+    if name not in weights:
+        raise FieldError("lora", WEIGHTS, f"it has no {name}: it is of other adapters")
+    value = weights(name)
     if value.shape != parameter.shape:
         remedy = f"its config makes adapters of shape {tuple(parameter.shape)}"
         raise FieldError("lora", description(value), remedy)

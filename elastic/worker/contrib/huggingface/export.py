@@ -143,11 +143,11 @@ def _tensors(
     seen: dict[tuple[int, str], bytes] = {}
     manifest = SavedCheckpoint(path).manifest
     layers = manifest.n_layers
-    if any(FROZEN in text for text in manifest.contents):
-        _take_base(stack, source)
     if layers != stack.n_layers:
         what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"
         raise FieldError("--model", stack.model_name, f"{what}: {MODEL}")
+    if any(FROZEN in text for text in manifest.contents):
+        _take_base(stack, source, path)
     for layer, runs in enumerate(checkpoint_runs(path)):
         empty = dict(stack.empty_layer(layer).named_parameters())
         wanted = {name: tuple(p.shape) for name, p in empty.items()}
@@ -156,7 +156,9 @@ def _tensors(
         found = {name: values.shape for name, _, values in held}
         if manifest.contents and FROZEN in manifest.contents[layer]:
             absent = [name for name in empty if name not in names]
-            held += [_base_value(stack, layer, name, empty[name]) for name in sorted(absent)]
+            for name in sorted(absent):
+                stored = firsts.get((layer, name), (layer, name))
+                held.append(_base_value(stack, stored, name, empty[name]))
             found |= {name: wanted[name] for name in absent}
         _check(stack, layer, wanted, found)
         for name, dtype, values in held:
@@ -174,19 +176,29 @@ def _tensors(
                 yield RawTensor(stack.name_of(layer, name), dtype, values.shape, data)
 
 
-def _take_base(stack: HuggingFaceStack, source: Path) -> None:
+def _refuse_adapters(stack: HuggingFaceStack, path: str) -> None:
+    """Raise FieldError if a block of the checkpoint has adapters."""
+    saved = SavedCheckpoint(path)
+    for layer in range(1, saved.manifest.n_layers - 1):
+        if any(is_adapter(name) for name, _, _ in parameters([saved.state(layer, 0)])):
+            raise FieldError("--model", stack.model_name, ADAPTERS)
+
+
+def _take_base(stack: HuggingFaceStack, source: Path, path: str) -> None:
     """Let `stack` know the values with which the training began. Raises FieldError."""
     values = weights_in(source)
     if values is None:
+        _refuse_adapters(stack, path)
         raise FieldError("--model", str(source), BASE)
     stack.take_values(values)
 
 
 def _base_value(
-    stack: HuggingFaceStack, layer: int, name: str, empty: torch.Tensor
+    stack: HuggingFaceStack, first: tuple[int, str], name: str, empty: torch.Tensor
 ) -> tuple[str, str, NDArray[np.generic]]:
-    """Return (name, type, values) of a frozen parameter, in the type of the model's parameter."""
-    full = stack.name_of(layer, name)
+    """Return (name, type, values) of a frozen parameter, in the type of the model's parameter.
+    `first`: layer and name of the first one that it is tied to, under which it is stored."""
+    full = stack.name_of(*first)
     assert stack.values is not None
     value = stack.values(full).to(empty.dtype)
     if value.shape != empty.shape:

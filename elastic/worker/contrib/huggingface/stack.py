@@ -87,7 +87,6 @@ def from_huggingface(
         loss: loss(outputs of the model, micro-batch) -> scalar; None: the loss that the model
             computes.
         varying: whether the shapes of the fields differ from micro-batch to micro-batch.
-
         lora: adapters to add to the blocks: a peft.LoraConfig, or a folder with an
             adapter_config.json, and with an adapter_model.safetensors if their training goes on.
             They alone are trained; all other parameters are frozen.

@@ -357,6 +357,6 @@ class GPTStack(MegatronStack):
         else:
             shapes = [(h,), (h,), (self.gpt.vocab, h)]
         return [
-            (str(i), nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+            (str(i), torch.empty(shape, dtype=dtype, device="meta"))
             for i, shape in enumerate(shapes)
         ]

@@ -101,10 +101,7 @@ class BambooPolicy(PolicyBase):
         profile = self.world.profile
         limit = profile.devices[0].memory_bytes
         held = [
-            sum(
-                layer.param_bytes + layer.state_bytes + layer.gradient_bytes
-                for layer in profile.layers[stage.first : stage.last]
-            )
+            sum(layer.held_bytes for layer in profile.layers[stage.first : stage.last])
             for stage in plan.plan.pipelines[0].stages
         ]
         pairs = zip(held, held[1:] + held[:1], strict=True)
