@@ -63,7 +63,7 @@ def flip(weight: Tensor, step: int) -> None:
     done = Path(os.environ["ELASTIC_RUN_DIR"], "flipped")
     if os.environ["ELASTIC_NODE"] == node and step == int(when) and not done.exists():
         done.touch()
-        weight.detach().view(torch.int32)[3, 5] ^= 1 << arguments.bit
+        weight.data.view(torch.int32)[3, 5] ^= 1 << arguments.bit  # torch does not notice it
 
 
 def lr(step: int) -> float:
