@@ -85,7 +85,7 @@ def test_a_plain_torch_model_needs_no_extra(tmp_path: Path) -> None:
             ("elastic", "run", "--standalone", "--track", "mlflow:mine", "mine.py")),
         ("megatron", "megatron", ("examples.train_gpt", "--steps", "1")),
         ("transformers", "hf", ("examples.train_huggingface", "--steps", "1")),
-        ("peft", "lora", ("elastic", "convert", "step-00000001", "out", "--to", "peft", "--model",
+        ("peft", "lora", ("elastic", "convert", ".", "out", "--to", "peft", "--model",
                           ".", "--lora", ".")),
         (
             "plotly",
