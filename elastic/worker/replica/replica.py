@@ -333,7 +333,7 @@ class LayerReplica(GradientSum):
 
     def frozen_intact(self) -> bool:
         """Return whether the frozen parameters are still those that were built."""
-        return parameter_digest(self._frozen.values()) == self._frozen_digest
+        return not self._frozen or parameter_digest(self._frozen.values()) == self._frozen_digest
 
     def _know_frozen(self) -> None:
         """Note the values of the frozen parameters. Raises OtherModel if others were expected."""
