@@ -244,7 +244,8 @@ class ObjectCheckpoints:
 
     def remove(self, step: int, run: str) -> None:
         """Remove a checkpoint that `run` has committed, its manifest first. Files that it does not
-        name stay: another run may be writing them. What an error keeps is removed by a later call.
+        name stay: another run may be writing them. Files that could not be removed
+        are removed by a later call.
         """
         name = step_name(step)
         manifest = self._index(name, self._sizes(name))

@@ -23,7 +23,7 @@ from elastic.worker.model.checks import description, whole_number
 
 LEAST, LARGEST = 1.0, 2.0**24
 KEY = "loss_scale/"
-"""Beginning of the paths of a state's texts that are of the loss scale."""
+"""Prefix of the loss scale's entries among the texts of a state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RunningScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a gradient that is not finite may be finite with a smaller factor."""
+        """Whether the factor is above its minimum, so that a smaller one may avoid the overflow."""
         return self.value > LEAST
 
     def updated(self, version: int) -> None:

@@ -31,7 +31,7 @@ from elastic.worker.replica.gradient_sum import GradientSum
 
 FROZEN_HASH = "frozen/hash"
 OPTIMIZER_TEXTS = ("optim/", "group/")
-"""Beginnings of the paths of a state's texts that are of the optimizer."""
+"""Prefixes of the optimizer's entries among the texts of a state."""
 SKIPPED = b"\0"
 """Bytes of a copy of an update that was left out. Other copies of updates are longer."""
 
