@@ -118,6 +118,55 @@ def test_losses_and_gradients_are_those_of_the_whole_model(family: str, data: st
     compare(stack, replicas(stack), microbatch, plain)
 
 
+ROUTED: Mapping[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax": {"num_local_experts": 4, "layer_types": ["full_attention"] * 3},
+    "gpt_oss": {"num_local_experts": 4},
+}
+"""Mixtures of experts. One block of qwen2_moe is none; it has shared experts beside the others."""
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_loss_of_routers_is_that_of_the_whole_model(family: str, data: str) -> None:
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **ROUTED[family]}
+    wanted = transformers.AutoConfig.for_model(family, **{**SIZES, **changes})
+    stack = from_huggingface(wanted, seed=3)
+    plain = transformers.AutoModelForCausalLM.from_config(wanted).train()
+    missing, unexpected = plain.load_state_dict(parameters(stack, replicas(stack)), strict=False)
+    assert not unexpected and not missing
+    microbatch = DATA[data](0)
+    outputs = plain(**microbatch.fields, use_cache=False)
+    torch.autograd.backward(outputs.loss)
+    assert outputs.aux_loss.item() > 0.5  # half of it is a part of the loss
+    sums: list[list[Tensor]] = []
+    for cuts in ([], [2], [1, 3], [1, 2, 3, 4]):
+        layers = replicas(stack)
+        assert run(layers, cuts, microbatch) == pytest.approx(outputs.loss.item(), abs=1e-5)
+        sums.append([layer.gradient.clone() for layer in layers])
+    assert all(torch.equal(a, b) for other in sums[1:] for a, b in zip(sums[0], other, strict=True))
+    compare(stack, replicas(stack), microbatch, plain)
+
+
+def test_a_model_that_has_run_passes_its_routers_logits_on() -> None:
+    """Its hooks are on the routers of its own blocks, which the last layer does not have."""
+    wanted = config("mixtral", output_router_logits=True)
+    plain = transformers.AutoModelForCausalLM.from_config(wanted).train()
+    microbatch = masked(0)
+    expected = plain(**microbatch.fields, use_cache=False).loss.item()
+    stack = from_huggingface(plain)
+    assert run(replicas(stack), [2], microbatch) == pytest.approx(expected, abs=1e-5)
+
+
 def compare(
     stack: HuggingFaceStack, layers: list[LayerReplica], microbatch: Microbatch, plain: Any
 ) -> None:
@@ -242,8 +291,8 @@ def test_a_vision_model() -> None:
             r"ResNetForImageClassification: .* is not usable: build its layers by hand",
         ),
         (
-            lambda: config("mixtral", output_router_logits=True),
-            r"MixtralConfig.output_router_logits: True .* set it to False",
+            lambda: config("llama", output_router_logits=True),
+            r"LlamaConfig.output_router_logits: True .* does not say which of its modules",
         ),
         (lambda: transformers.ViTConfig(), r"type ViTConfig .* config.architectures"),
         (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from elastic.domain.errors import FieldError, describe, with_place
+from elastic.worker.contrib.huggingface.router_logits import HIDDEN, Logits, Places, recorded, repeat
 from elastic.worker.model.checks import Described
 from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.values import Value
 from elastic.worker.transport.device_fault import is_local_fault
 
 LABELS = (
@@ -30,6 +32,7 @@ SPLIT = "build its layers by hand (docs/guide/custom-model.md)"
 FORMS = (0, 1, 2, 3)
 """How a block returns its hidden states: alone (0), or first in a tuple of so many values."""
 Loss = Callable[[Any, Microbatch], Tensor]
+NO_LOGITS: Logits = MappingProxyType({})
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block behind its hidden states."""
 
@@ -55,9 +58,11 @@ class Call:
         """Names of the modules that were called before the blocks, in that order."""
         self.begin(None)
 
-    def begin(self, hidden: Tensor | None) -> None:
+    def begin(self, hidden: Tensor | None, logits: Logits = NO_LOGITS) -> None:
         self.hidden = hidden
         """What the last block returns."""
+        self.logits = logits
+        """What the routers of all blocks have returned."""
         self.arguments: list[Arguments] = []
         self.called = 0
         """Number of blocks that were called."""
@@ -145,8 +150,10 @@ class PassOn(Replacement):
     """A block of the last layer; the last one returns the hidden states that the layer gets."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
+        call: Call = self.__dict__["call"]
         self.entered(args, named)
-        return self.__dict__["call"].result()
+        repeat(self, self.__dict__["index"], call.logits)
+        return call.result()
 
 
 class Before(Replacement):
@@ -196,15 +203,18 @@ class CutModel(nn.Module):
         self.model = model
         self.__dict__["call"] = call
 
-    def run(self, fields: dict[str, Any], hidden: Tensor | None) -> Any:
+    def run(
+        self, fields: dict[str, Any], hidden: Tensor | None, logits: Logits = NO_LOGITS
+    ) -> Any:
         """Run the model's forward pass. Raises Reached, and FieldError for another order of the
         blocks than one after the other."""
         call: Call = self.__dict__["call"]
-        call.begin(hidden)
+        call.begin(hidden, logits)
         try:
             return self.model(**fields)
         finally:
             call.hidden = call.expected = None
+            call.logits = NO_LOGITS
 
     def find_form(self, run: Callable[[], bool]) -> None:
         """Find out how a block returns its hidden states: `run()`, which runs the model, returns
@@ -263,28 +273,43 @@ def _is_by_the_cut(error: Exception) -> bool:
 
 
 class First(CutModel):
-    """Layer 0."""
+    """Layer 0. `routed`: whether the value for the next layers collects logits of routers."""
 
-    def forward(self, hidden: None, microbatch: Microbatch) -> Tensor:
+    def __init__(self, model: nn.Module, call: Call, *, routed: bool) -> None:
+        super().__init__(model, call)
+        self.__dict__["routed"] = routed
+
+    def forward(self, hidden: None, microbatch: Microbatch) -> Value:
         try:
             self.run(dict(microbatch.fields), None)
         except Reached as reached:
             assert reached.hidden is not None
-            return reached.hidden
+            return {HIDDEN: reached.hidden} if self.__dict__["routed"] else reached.hidden
         raise FieldError(type(self.model).__name__, Described("a model without blocks"), SPLIT)
 
 
 class Block(nn.Module):
-    """One block. `recorder` returns the recorder of a device."""
+    """One block. `recorder` returns the recorder of a device. `routers`: those of the block."""
 
     def __init__(
-        self, block: nn.Module, index: int, recorder: Callable[[torch.device], Recorder]
+        self,
+        block: nn.Module,
+        index: int,
+        recorder: Callable[[torch.device], Recorder],
+        routers: Places,
     ) -> None:
         super().__init__()
-        self.block, self._index = block, index
+        self.block, self._index, self._routers = block, index, routers
         self.__dict__["recorder"] = recorder
 
-    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+    def forward(self, value: Value, microbatch: Microbatch) -> Value:
+        if not isinstance(value, dict):
+            return self._transformed(cast(Tensor, value), microbatch)
+        with recorded(self.block, self._index, self._routers) as logits:
+            hidden = self._transformed(value[HIDDEN], microbatch)
+        return {**value, HIDDEN: hidden, **logits}
+
+    def _transformed(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         recorder: Recorder = self.__dict__["recorder"](hidden.device)
         key = "huggingface", hidden.dtype
         arguments = microbatch.once(key, lambda: recorder.arguments(hidden, microbatch))
@@ -345,11 +370,13 @@ class Last(CutModel):
         super().__init__(model, call)
         self.__dict__.update(behind=behind, loss=loss)
 
-    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+    def forward(self, value: Value, microbatch: Microbatch) -> Tensor:
         call: Call = self.__dict__["call"]
+        logits = value if isinstance(value, dict) else NO_LOGITS
+        hidden = cast(Tensor, logits.get(HIDDEN, value))
         if call.form is None:
-            self._find_form(hidden, microbatch)
-        outputs = self.run(dict(microbatch.fields), hidden)
+            self._find_form(hidden, logits, microbatch)
+        outputs = self.run(dict(microbatch.fields), hidden, logits)
         call.refuse_partly_called()
         loss: Loss | None = self.__dict__["loss"]
         if loss is not None:
@@ -360,7 +387,7 @@ class Last(CutModel):
             raise FieldError("data", Described(f"fields without a loss ({names})"), LABELS)
         return cast(Tensor, found)
 
-    def _find_form(self, hidden: Tensor, microbatch: Microbatch) -> None:
+    def _find_form(self, hidden: Tensor, logits: Logits, microbatch: Microbatch) -> None:
         """Find out how a block returns its hidden states: the blocks get them from each other, and
         the first module behind the blocks does not get them with fewer dimensions."""
         call: Call = self.__dict__["call"]
@@ -374,7 +401,7 @@ class Last(CutModel):
         def is_right() -> bool:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
                 try:
-                    self.run(fields, hidden)
+                    self.run(fields, hidden, logits)
                 except Reached as reached:
                     call.refuse_partly_called()
                     return reached.hidden is not None and (

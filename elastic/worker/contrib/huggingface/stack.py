@@ -51,6 +51,13 @@ with needs_extra("hf", "A Hugging Face model"):
         Replacement,
         Stop,
     )
+    from elastic.worker.contrib.huggingface.router_logits import (
+        Places,
+        StandIn,
+        add_stand_ins,
+        find_routers,
+        forget_hooks,
+    )
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -120,6 +127,8 @@ class _Skeleton:
     """Small values with which parameters were made, by name; an initialisation may leave them."""
     adapters: Adapters | None = None
     """Adapters that were added to the model; it may have some of its own beside."""
+    routers: list[Places] | None = None
+    """Routers of each block whose logits the loss uses; None: it uses none."""
 
     @classmethod
     def of(cls, given: object, seed: int, adapters: Adapters | None) -> _Skeleton:
@@ -141,9 +150,6 @@ class _Skeleton:
             registered = known.of(model)
         else:
             raise FieldError("model", description(given), MODEL)
-        if getattr(model.config, "output_router_logits", False):
-            remedy = "set it to False: the routers' loss does not pass through pipelines yet"
-            raise FieldError(f"{type(model.config).__name__}.output_router_logits", True, remedy)
         for name, part in model.named_modules():
             _check_part(name or type(model).__name__, part)
             config = getattr(part, "config", None)
@@ -152,7 +158,8 @@ class _Skeleton:
         path = _path_of_blocks(model)
         if adapters is not None:
             adapters.add(model, path)
-        return cls(model.train(), path, values, registered, adapters)
+        routers = find_routers(model, path)
+        return cls(model.train(), path, values, registered, adapters, routers)
 
     @property
     def n_blocks(self) -> int:
@@ -339,13 +346,24 @@ class HuggingFaceStack(WholeModel):
     def empty_layer(self, index: int) -> nn.Module:
         skeleton, call = self._skeleton, Call(self._skeleton.n_blocks)
         if 0 < index < self.n_layers - 1:
-            return Block(copy.deepcopy(skeleton.blocks[index - 1]), index - 1, self._recorder)
+            block = copy.deepcopy(skeleton.blocks[index - 1])
+            places = {} if skeleton.routers is None else skeleton.routers[index - 1]
+            return Block(block, index - 1, self._recorder, places)
         model = copy.deepcopy(skeleton.model)
         if index == 0:
             skeleton.replace(model, call, Stop, (Behind, self._behind))
-            return First(model, call)
+            return First(model, call, routed=skeleton.routers is not None)
         skeleton.replace(model, call, PassOn, (Before, self._before))
+        if skeleton.routers is not None:
+            self._add_stand_ins(model, skeleton.routers)
         return Last(model, call, self._behind, self._loss)
+
+    def _add_stand_ins(self, model: nn.Module, routers: list[Places]) -> None:
+        """Give a copy of the model, in which `PassOn` replaces the blocks, their routers."""
+        forget_hooks(model)
+        replaced = cast(nn.ModuleList, model.get_submodule(self._skeleton.path))
+        for one, block, places in zip(replaced, self._skeleton.blocks, routers, strict=True):
+            add_stand_ins(one, block, places)
 
     def _initial(self, index: int) -> nn.Module:
         module = super()._initial(index)
@@ -368,5 +386,5 @@ def _initialise(module: nn.Module, owner: PreTrainedModel) -> None:
     """Give each part of `module`, children first, the initial values of the model it belongs to."""
     for child in module.children():
         _initialise(child, child if isinstance(child, PreTrainedModel) else owner)
-    if not isinstance(module, Replacement | CutModel | Block):
+    if not isinstance(module, Replacement | CutModel | Block | StandIn):
         cast(Any, owner)._init_weights(module)

@@ -1,0 +1,149 @@
+"""Logits of a mixture's routers: from the blocks that compute them to the loss in the last layer.
+
+A transformers model records what its routers return, with hooks, and computes a loss from the
+logits of all blocks together (`output_router_logits`). Cut into layers, its blocks are elsewhere
+when it computes the loss. So each block adds its logits to the value that goes to the next layer.
+In the last layer, modules of the routers' classes return these logits, and the model's own hooks
+record them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from elastic.domain.errors import FieldError
+
+FLAG, KEY = "output_router_logits", "router_logits"
+HOOKED = "_output_capturing_hooks_installed"
+"""Attribute by which a model remembers that its modules have their hooks."""
+Places = Mapping[str, int]
+"""Routers of a block by name, with the place of the logits among the values that they return."""
+HIDDEN = "hidden"
+Logits = Mapping[str, Tensor]
+"""Logits by key: `router_logits.BLOCK.NAME`."""
+
+
+def find_routers(model: PreTrainedModel, path: str) -> list[Places] | None:
+    """Return the routers of each block; None: the model's loss does not use their logits.
+
+    Args:
+        path: name of the list of blocks in the model, as model.layers.
+
+    Raises FieldError if the model does not say which of its modules are routers.
+    """
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    asked = [part.config for part in models if getattr(part.config, FLAG, False)]
+    if not asked:
+        return None
+    recorders = _recorders_of(_owner(model, path))
+    if not recorders:
+        remedy = "set it to False: this model does not say which of its modules are routers"
+        raise FieldError(f"{type(asked[0]).__name__}.{FLAG}", True, remedy)
+    blocks = model.get_submodule(path)
+    return [
+        {
+            name: recorder.index
+            for name, part in block.named_modules()
+            for recorder in recorders
+            if _fits(recorder, part, f"{path}.{index}.{name}")
+        }
+        for index, block in enumerate(blocks.children())
+    ]
+
+
+def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the innermost model around the list of blocks, whose hooks record what they return."""
+    found, part = model, model
+    for word in path.split("."):
+        part = getattr(part, word)
+        if isinstance(part, PreTrainedModel):
+            found = part
+    return found
+
+
+def _recorders_of(model: PreTrainedModel) -> list[OutputRecorder]:
+    given = model.can_record_outputs.get(KEY) or []
+    found = []
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str):
+            found.append(OutputRecorder(target_class=None, index=1, class_name=one))
+        else:
+            found.append(one if isinstance(one, OutputRecorder) else OutputRecorder(one, index=1))
+    return found
+
+
+def _fits(recorder: OutputRecorder, part: nn.Module, path: str) -> bool:
+    """Return whether transformers would record what module `path` of a model returns."""
+    wanted = recorder.target_class
+    kind = wanted is not None and isinstance(part, wanted)
+    name = recorder.class_name is not None and path.endswith(recorder.class_name)
+    layer = "" if recorder.layer_name is None else f".{recorder.layer_name.strip('.')}."
+    return (kind or name) and layer in f"{path}."
+
+
+@contextmanager
+def recorded(block: nn.Module, index: int, routers: Places) -> Iterator[dict[str, Tensor]]:
+    """Collect the logits that the routers of block `index` compute inside the `with` block."""
+    found: dict[str, Tensor] = {}
+
+    def record(name: str, place: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            logits = output[place] if isinstance(output, tuple) else output
+            if logits is not None:
+                found[f"{KEY}.{index}.{name}"] = logits
+
+        return hook
+
+    handles = [
+        block.get_submodule(name).register_forward_hook(record(name, place))
+        for name, place in routers.items()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class StandIn(nn.Module):
+    """Returns the logits that it gets, where a router of its class returns its own."""
+
+    def __init__(self, place: int) -> None:
+        nn.Module.__init__(self)
+        self.place = place
+
+    def forward(self, logits: Tensor) -> tuple[Tensor | None, ...]:
+        return (*[None] * self.place, logits)
+
+
+def add_stand_ins(replacement: nn.Module, block: nn.Module, routers: Places) -> None:
+    """Give the module that replaces `block` stand-ins of its routers, under their names."""
+    for name, place in routers.items():
+        *outer, last = name.split(".")
+        parent = replacement
+        for word in outer:
+            if word not in parent._modules:
+                setattr(parent, word, nn.Module())  # add_module() refuses names of the block
+            parent = parent.get_submodule(word)
+        kind: Any = type("RouterStandIn", (StandIn, type(block.get_submodule(name))), {})
+        setattr(parent, last, kind(place))
+
+
+def repeat(replacement: nn.Module, index: int, logits: Logits) -> None:
+    """Let the stand-ins of block `index` return its logits, so that the model records them."""
+    prefix = f"{KEY}.{index}."
+    for key, value in logits.items():
+        if key.startswith(prefix):
+            replacement.get_submodule(key.removeprefix(prefix))(value)
+
+
+def forget_hooks(model: nn.Module) -> None:
+    """Let a copy of a model install its hooks again, on the stand-ins, too."""
+    for part in model.modules():
+        part.__dict__.pop(HOOKED, None)
