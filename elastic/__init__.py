@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elastic.launcher.tracking.callback import Callback
     from elastic.worker.contrib.huggingface.stack import from_huggingface
     from elastic.worker.contrib.megatron.data import megatron_dataset
+    from elastic.worker.contrib.megatron.huggingface.config import megatron_config
     from elastic.worker.contrib.megatron.stack import from_megatron
     from elastic.worker.contrib.sequential import from_sequential
     from elastic.worker.datasets.dataloader import from_dataloader
@@ -54,6 +55,7 @@ __all__ = [
     "from_sequential",
     "from_stream",
     "label_count",
+    "megatron_config",
     "megatron_dataset",
     "prefetch",
 ]
@@ -72,6 +74,7 @@ _HOMES = {
     "from_dataloader": "elastic.worker.datasets.dataloader",
     "from_dataset": "elastic.worker.datasets.map_style",
     "from_stream": "elastic.worker.datasets.stream",
+    "megatron_config": "elastic.worker.contrib.megatron.huggingface.config",
     "megatron_dataset": "elastic.worker.contrib.megatron.data",
     "prefetch": "elastic.worker.datasets.prefetch",
     "from_scheduler": "elastic.worker.model.learning_rate",

@@ -55,7 +55,8 @@ def convert(
     """Write the parameters of CHECKPOINT for another library, to the new folder OUT.
 
     CHECKPOINT is a directory or URL that ends with step-..., or one that contains some.
-    `weights=` of from_huggingface and from_megatron reads OUT, too.
+    `weights=` of from_huggingface and from_megatron reads OUT, too. A model of megatron_config
+    becomes a Hugging Face model as one of from_huggingface does.
     """
     if out.exists():
         raise FieldError("OUT", str(out), "it exists; give another")

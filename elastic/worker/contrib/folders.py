@@ -13,6 +13,8 @@ from elastic.domain.errors import FieldError
 
 METADATA = ".metadata"
 """Name of the index of a checkpoint of torch.distributed.checkpoint."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""Names of the index of a transformers model's weights, and of its only file."""
 
 
 def is_file(path: Path) -> bool:

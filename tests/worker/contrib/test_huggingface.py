@@ -14,8 +14,8 @@ from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
+from elastic.worker.contrib.folders import INDEX
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, from_huggingface
-from elastic.worker.contrib.huggingface.weights import INDEX
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import replicas, run

@@ -13,9 +13,9 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, JobSpec
 from elastic.launcher.cli import main
 from elastic.store import checkpoint_directory
+from elastic.worker.contrib.folders import INDEX
 from elastic.worker.contrib.huggingface.export import to_huggingface
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, from_huggingface
-from elastic.worker.contrib.huggingface.weights import INDEX
 from elastic.worker.replica.export import params_sha256
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import replicas, run

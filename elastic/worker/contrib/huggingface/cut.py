@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from elastic.domain.errors import FieldError, describe, with_place
-from elastic.worker.contrib.huggingface.router_logits import HIDDEN, Logits, Places, recorded, repeat
+from elastic.worker.contrib.huggingface.router_logits import (
+    HIDDEN,
+    Logits,
+    Places,
+    recorded,
+    repeat,
+)
 from elastic.worker.model.checks import Described
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value
@@ -203,9 +209,7 @@ class CutModel(nn.Module):
         self.model = model
         self.__dict__["call"] = call
 
-    def run(
-        self, fields: dict[str, Any], hidden: Tensor | None, logits: Logits = NO_LOGITS
-    ) -> Any:
+    def run(self, fields: dict[str, Any], hidden: Tensor | None, logits: Logits = NO_LOGITS) -> Any:
         """Run the model's forward pass. Raises Reached, and FieldError for another order of the
         blocks than one after the other."""
         call: Call = self.__dict__["call"]

@@ -15,10 +15,10 @@ from elastic.domain.errors import FieldError
 from elastic.store import safetensors_stream
 from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
-from elastic.worker.contrib.folders import new_folder
+from elastic.worker.contrib.folders import INDEX, SINGLE, new_folder
 from elastic.worker.contrib.huggingface.adapter_names import is_adapter
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
-from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE, weights_in
+from elastic.worker.contrib.huggingface.weights import weights_in
 from elastic.worker.model.checks import whole_number
 from elastic.worker.model.layers import FROZEN
 from elastic.worker.model.state_codec import as_bytes, as_memory
@@ -36,6 +36,8 @@ COPIED = (
     "*.model",
 )
 """Names of files that belong to a model beside its weights."""
+MEGATRONS_FIRST = "embedding.word_embeddings.weight"
+"""Name of a parameter of layer 0 in each model of `from_megatron`, and in no other."""
 MODEL = "the folder with the config.json of the model that was trained is needed"
 BASE = (
     "the checkpoint has no frozen parameters: the folder must also have the safetensors files with "
@@ -55,7 +57,8 @@ def to_huggingface(
     hash is that of the trained parameters, as in the job's summary.
 
     Args:
-        checkpoint: the directory of one step, or of all steps; then the newest is taken.
+        checkpoint: the directory of one step, or of all steps; then the newest is taken. Its model
+            may be one of megatron-core's layers, with the config of `megatron_config`.
         model: folder with the config.json of the model, as `from_huggingface` takes it. Frozen
             parameters, which no checkpoint has, are read from its safetensors files.
         shard_bytes: largest size of a file, unless a tensor is larger.
@@ -80,7 +83,8 @@ def named_tensors(
     Tied parameters are given under each name, as in a model's state_dict. The values are added to
     `digest`. Raises FieldError for a checkpoint of another model.
     """
-    return _shards(_tensors(_stack_of(model), path, model, digest, copies=True), shard_bytes)
+    tensors = _all_tensors(_stack_of(model), path, model, digest, copies=True)
+    return _shards(tensors, shard_bytes)
 
 
 def _stack_of(source: Path) -> HuggingFaceStack:
@@ -110,7 +114,7 @@ def _write(
     of the parameters, if all have the same."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
     step, dtypes = SavedCheckpoint(path).manifest.step, set()
-    for shard in _shards(_tensors(stack, path, source, digest), shard_bytes):
+    for shard in _shards(_all_tensors(stack, path, source, digest), shard_bytes):
         files += 1
         safetensors_stream.write(folder / f"part-{files}", shard, {"format": "pt"})
         for tensor in shard:
@@ -127,6 +131,24 @@ def _write(
     found["params_sha256"] = digest.hexdigest()
     found["dtype"] = dtypes.pop() if len(dtypes) == 1 else ""
     return found
+
+
+def _all_tensors(
+    stack: HuggingFaceStack,
+    path: str,
+    source: Path,
+    digest: hashlib._Hash,
+    *,
+    copies: bool = False,
+) -> Iterator[RawTensor]:
+    """As `_tensors`, also for a checkpoint of megatron-core's layers."""
+    saved = SavedCheckpoint(path)
+    first = parameters([saved.state(0, shard) for shard in range(saved.manifest.tp)])
+    if all(name != MEGATRONS_FIRST for name, _, _ in first):
+        return _tensors(stack, path, source, digest, copies=copies)
+    from elastic.worker.contrib.megatron.huggingface.export import tensors_of  # extra megatron
+
+    return tensors_of(path, source, digest, in_memory=copies)
 
 
 def _tensors(

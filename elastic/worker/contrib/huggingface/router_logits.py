@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from elastic.domain.errors import FieldError
 
@@ -48,10 +48,10 @@ def find_routers(model: PreTrainedModel, path: str) -> list[Places] | None:
     blocks = model.get_submodule(path)
     return [
         {
-            name: recorder.index
+            name: recorder.place
             for name, part in block.named_modules()
             for recorder in recorders
-            if _fits(recorder, part, f"{path}.{index}.{name}")
+            if recorder.fits(part, f"{path}.{index}.{name}")
         }
         for index, block in enumerate(blocks.children())
     ]
@@ -67,24 +67,36 @@ def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return found
 
 
-def _recorders_of(model: PreTrainedModel) -> list[OutputRecorder]:
+@dataclass(frozen=True, slots=True)
+class _Recorder:
+    """Which modules the hooks of a model are on, and which of the returned values they record."""
+
+    place: int
+    kind: type[nn.Module] | None = None
+    ending: str | None = None
+    """End of the module's name, instead of its class."""
+    inside: str | None = None
+    """Words that the module's name must contain."""
+
+    def fits(self, part: nn.Module, path: str) -> bool:
+        kind = self.kind is not None and isinstance(part, self.kind)
+        name = self.ending is not None and path.endswith(self.ending)
+        inside = "" if self.inside is None else f".{self.inside.strip('.')}."
+        return (kind or name) and inside in f"{path}."
+
+
+def _recorders_of(model: PreTrainedModel) -> list[_Recorder]:
+    """Return what the model records as the logits of its routers, as transformers reads it."""
     given = model.can_record_outputs.get(KEY) or []
     found = []
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, str):
-            found.append(OutputRecorder(target_class=None, index=1, class_name=one))
+            found.append(_Recorder(1, ending=one))
+        elif isinstance(one, type):
+            found.append(_Recorder(1, kind=one))
         else:
-            found.append(one if isinstance(one, OutputRecorder) else OutputRecorder(one, index=1))
+            found.append(_Recorder(one.index, one.target_class, one.class_name, one.layer_name))
     return found
-
-
-def _fits(recorder: OutputRecorder, part: nn.Module, path: str) -> bool:
-    """Return whether transformers would record what module `path` of a model returns."""
-    wanted = recorder.target_class
-    kind = wanted is not None and isinstance(part, wanted)
-    name = recorder.class_name is not None and path.endswith(recorder.class_name)
-    layer = "" if recorder.layer_name is None else f".{recorder.layer_name.strip('.')}."
-    return (kind or name) and layer in f"{path}."
 
 
 @contextmanager

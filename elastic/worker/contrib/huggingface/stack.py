@@ -1,4 +1,4 @@
-"""A transformers model as a list of layers. Only this file and `cut.py` know transformers.
+"""A transformers model as a list of layers.
 
 The model's own forward pass prepares the arguments of its blocks, calls them, and computes the
 loss. Each layer runs that code with other layers replaced ("Hugging Face" in

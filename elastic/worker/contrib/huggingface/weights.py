@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from elastic.domain.errors import FieldError, needs_extra
+from elastic.worker.contrib.folders import INDEX, SINGLE
 
 with needs_extra("hf", "A Hugging Face model"):
     from safetensors import SafetensorError, safe_open
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OTHER_NAMES = (
     "this family stores its tensors under other names: give from_huggingface the model that "
     "AutoModelForCausalLM.from_pretrained returns"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
+from elastic.worker.contrib.folders import INDEX, SINGLE, is_file
 from elastic.worker.contrib.megatron.checks import NO_INFLUENCE, check_config, check_model
 from elastic.worker.contrib.megatron.experts import SelfGroup
 from elastic.worker.contrib.megatron.gpt import GPTConfig
@@ -45,9 +46,6 @@ from elastic.worker.model.layers import (
     layer_spec,
 )
 from elastic.worker.model.optimizer import OptimizerSpec
-
-if TYPE_CHECKING:
-    from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint
 
 T = TypeVar("T")
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
@@ -113,8 +111,9 @@ def from_megatron(
         attention_mask: whether micro-batches have the field `attention_mask`, bool [rows, 1,
             length, length], true where a token may not look: for packed documents. Every stage
             then reads the data.
-        weights: folder with the initial values, which megatron's --save has written with
-            --ckpt-format torch_dist. Optimizer and step begin anew.
+        weights: folder with the initial values: what megatron's --save has written with
+            --ckpt-format torch_dist, or the safetensors files of a transformers model, see
+            `megatron_config`. Optimizer and step begin anew.
         micro_batch_size: rows of a micro-batch, for the planner's first estimate of memory.
         seed: seed of initial values.
 
@@ -136,14 +135,29 @@ def from_megatron(
         model,
         micro_batch_size=whole_number("micro_batch_size", micro_batch_size, 1),
         seed=whole_number("seed", seed),
-        weights=None if weights is None else _stored(weights, config.num_layers),
+        weights=None if weights is None else _stored(weights, config),
     )
 
 
-def _stored(weights: str | Path, blocks: int) -> MegatronCheckpoint:
+class StoredParameters(Protocol):
+    """Initial values of whole parameters."""
+
+    def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
+        """Return parameter `name` of a layer, of this shape. `gated`: MLPs are gated. Raises
+        FieldError."""
+
+
+def _stored(weights: str | Path, config: TransformerConfig) -> StoredParameters:
+    if isinstance(weights, str | Path) and any(is_file(Path(weights) / n) for n in (INDEX, SINGLE)):
+        from elastic.worker.contrib.huggingface.weights import weights_in  # needs the extra hf
+        from elastic.worker.contrib.megatron.huggingface.weights import HuggingFaceWeights
+
+        found = weights_in(Path(weights))
+        assert found is not None
+        return HuggingFaceWeights(Path(weights), found, config)
     from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint  # slow
 
-    return MegatronCheckpoint(weights, blocks)
+    return MegatronCheckpoint(weights, config.num_layers)
 
 
 class Kind(Enum):
@@ -167,7 +181,7 @@ class MegatronStack(LayerStack):
         *,
         micro_batch_size: int,
         seed: int,
-        weights: MegatronCheckpoint | None = None,
+        weights: StoredParameters | None = None,
     ) -> None:
         self.config, self.model, self.seed, self._weights = config, model, seed, weights
         self.varying = bool(config.variable_seq_lengths)
@@ -244,6 +258,10 @@ class MegatronStack(LayerStack):
 
     def contents(self) -> tuple[str, ...]:
         return self._each(lambda kind: describe_parameters(self._parameters(kind)))
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each whole parameter of a layer, by name."""
+        return {name: tuple(p.shape) for name, p in self._parameters(self._kind(index))}
 
     def _each(self, describe: Callable[[Kind], T]) -> tuple[T, ...]:
         """Return one description per layer; layers of a kind have the same one."""
