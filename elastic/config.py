@@ -179,6 +179,8 @@ class JobConfig:
     """Device type of each local node, or one value for all, as the profile names it."""
     lifetimes_s: tuple[float, ...] = ()
     """Expected lifetime of each local node, or one value for all; 0: unknown."""
+    peak_tflops: tuple[float, ...] = ()
+    """Peak rate of a worker's device of each local node, or one value for all; 0: unknown."""
     compress: str = "auto"
     """Compression between vaults: auto, off or on (`elastic.core.protocol.compression`)."""
     link: LinkProfile = field(default_factory=LinkProfile)
@@ -326,6 +328,7 @@ def _check_per_node(config: JobConfig) -> None:
         ("--domain", config.domains, "name"),
         ("--device", config.devices, "type"),
         ("--lifetime", config.lifetimes_s, "value"),
+        ("--peak-tflops", config.peak_tflops, "number"),
     ):
         text = ",".join(map(str, given))
         if not config.standalone and len(given) > 1:

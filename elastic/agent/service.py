@@ -76,6 +76,7 @@ from elastic.domain.version import VERSION
 from elastic.logs import configure_logging, source_of
 from elastic.metrics import Exposition, new_registry, serve
 from elastic.open_files import raise_limit
+from elastic.planning.cost.catalogue import known_peak
 from elastic.reminder import Reminder
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
@@ -122,6 +123,7 @@ FLAGS = [
     flag("--host", default="127.0.0.1"),
     flag("--device", default=""),
     flag("--lifetime", default=0.0),
+    flag("--peak-tflops", default=0.0),
     flag("--memory", default=0),
     flag("--alone", default=0),
     flag("--metrics-port", default=-1),
@@ -825,6 +827,7 @@ def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
         lifetime_s=args.lifetime,
         protocol=PROTOCOL,
         release=VERSION,
+        peak_tflops=args.peak_tflops or known_peak(args.device),
     )
 
 

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from elastic.coordinator.certificate_watch import reading_of_store
 from elastic.coordinator.records.run_summary import plan_shape
+from elastic.coordinator.records.utilisation import mfu, peak_of
 from elastic.coordinator.waiting import Stall
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
@@ -259,6 +260,12 @@ class CoordinatorMetrics(Collector):
         self.step_s[:] = [*self.step_s, seconds][-16:]
         self.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
+    def utilisation(self, state: JobState) -> float:
+        """Return the share of its devices' peak that the newest step used; 0: unknown."""
+        if state.plan is None or not self.step_s:
+            return 0.0
+        return mfu(state.spec, self.step_s[-1], peak_of(state.plan, state.members))
+
     def recovered(self, event: job.ChangeCompleted, entry: dict[str, Any]) -> None:
         """Count a completed epoch change. `entry`: its `recovery_entry`."""
         cause = event.change.causes[0].kind
@@ -303,6 +310,8 @@ class CoordinatorMetrics(Collector):
         yield from _job(state)
         yield from _membership(state, now)
         yield from _plan(state, self._prediction(state, now), self.step_s[1:])
+        text = "Model FLOPs utilisation of the newest step; 0: unknown"
+        yield _gauge("model_flops_utilisation_ratio", text, self.utilisation(state))
         text = "Seconds since the plan changed, until all copies are at their peers"
         yield _gauge("protection_pending_seconds", text, _unprotected_s(state, now))
 

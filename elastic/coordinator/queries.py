@@ -188,11 +188,12 @@ RECOVERY_FIELDS = (
 """Fields of a recovery in the answer to `status`."""
 
 
-def recent(metrics: CoordinatorMetrics, term: int) -> dict[str, Any]:
+def recent(metrics: CoordinatorMetrics, state: job.JobState, term: int) -> dict[str, Any]:
     """Return the part of `status` that is not in the state but in this process's metrics."""
     return {
         "term": term,
         "tokens_per_s": round(metrics.tokens_per_s, 1),
+        "mfu": round(metrics.utilisation(state), 4),
         "step_s": round(metrics.step_s[-1], 4) if metrics.step_s else None,
         "recoveries": [
             {key: entry[key] for key in RECOVERY_FIELDS} for entry in metrics.recoveries

@@ -55,6 +55,7 @@ from elastic.coordinator.records.run_records import RunRecords, write_waiting
 from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
+from elastic.coordinator.records.utilisation import peak_of
 from elastic.coordinator.session_filter import SessionFilter
 from elastic.coordinator.waiting import (
     STORE_FULL,
@@ -514,7 +515,8 @@ class Coordinator:
         match action:
             case job.LogEntry("plan", data):
                 if self._state.plan is not None:
-                    entry = plan_entry(self._state.plan, data, self._config.pipelines)
+                    peak = peak_of(self._state.plan, self._state.members)
+                    entry = plan_entry(self._state.plan, data, self._config.pipelines, peak)
                     self._record("plan", entry)
             case job.LogEntry(kind, data):
                 self._record(kind, data)
@@ -616,7 +618,7 @@ class Coordinator:
                 found = self._waiting()
                 answer["waiting"] = found.answer(self._clock.now()) if found is not None else {}
                 answer["coordinator"] = {"name": self._name, "address": self._server.address}
-                answer |= recent(self._metrics, self._lease.token)
+                answer |= recent(self._metrics, self._state, self._lease.token)
             if event is not None:
                 self._apply(event)
                 self._decide()

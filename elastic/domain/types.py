@@ -232,6 +232,9 @@ class JobSpec:
     optimizer: str = ""
     """Optimizer and its state as a short text; "": unknown. The former version has neither this
     field nor `contents`."""
+    flops_per_microbatch: float = 0.0
+    """Floating-point operations of the forward and the backward pass of a micro-batch, without
+    recomputation; 0: unknown."""
     everywhere_the_same: ClassVar[bool] = True
     """All nodes send an equal value, so that one check of it is enough."""
 
@@ -256,15 +259,16 @@ class JobSpec:
 
 def _completed(spec: JobSpec, other: JobSpec) -> JobSpec:
     """Return `spec` with the fields that it does not tell from `other`. The former version tells
-    neither contents and optimizer nor evaluations."""
+    neither contents and optimizer nor evaluations and operations."""
     contents, optimizer = spec.contents or other.contents, spec.optimizer or other.optimizer
+    flops = spec.flops_per_microbatch or other.flops_per_microbatch
     if not (spec.contents or spec.optimizer):
         spec = replace(
             spec,
             evaluate_every=other.evaluate_every,
             evaluation_microbatches=other.evaluation_microbatches,
         )
-    return replace(spec, contents=contents, optimizer=optimizer)
+    return replace(spec, contents=contents, optimizer=optimizer, flops_per_microbatch=flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,3 +509,6 @@ class NodeInfo:
     """Number of the node's protocol version (`elastic.core.protocol.version`); 0: unknown."""
     release: str = ""
     """Version of the node's package."""
+    peak_tflops: float = 0.0
+    """Most operations of matrix products that the device of a worker computes, in 10^12 per second;
+    0: unknown."""

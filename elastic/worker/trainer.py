@@ -23,7 +23,7 @@ from elastic.worker.datasets.weighting import WEIGHT, Fields
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.evaluation import Evaluation
 from elastic.worker.local_training import train_here
-from elastic.worker.model.checks import check_callable, description, whole_number
+from elastic.worker.model.checks import check_callable, description, positive, whole_number
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -67,6 +67,8 @@ class Trainer:
             step, as `label_count()`; None: all micro-batches count equally.
         tokens_per_microbatch: for the reported tokens per second; 0 if unknown. With `weight`, the
             expected weight.
+        flops_per_microbatch: floating-point operations of the forward and backward pass of a
+            micro-batch, for the reported utilisation (MFU); None: as the layers estimate them.
         checkpoint_every: steps between two checkpoints; 0 for none.
         evaluation: when and with which data the model is evaluated; None for never.
 
@@ -85,6 +87,7 @@ class Trainer:
         tp: int = 1,
         weight: Callable[[Fields], object] | None = None,
         tokens_per_microbatch: int = 0,
+        flops_per_microbatch: float | None = None,
         checkpoint_every: int = 0,
         evaluation: Evaluation | None = None,
     ) -> None:
@@ -103,6 +106,9 @@ class Trainer:
         seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
+        flops = stack.training_flops(tokens)
+        if flops_per_microbatch is not None:
+            flops = positive("flops_per_microbatch", flops_per_microbatch)
         if weight is not None:
             check_callable("weight", weight, 1, WEIGHT)
             if not tokens:
@@ -129,6 +135,7 @@ class Trainer:
             evaluation_microbatches=evaluation.microbatches if evaluation else 0,
             contents=stack.contents(),
             optimizer=optimizer.describe(),
+            flops_per_microbatch=flops,
         )
         self._job = TrainingJob(
             stack=stack,

@@ -98,11 +98,25 @@ def step(number: int, ledgers: int = 3, norm: float = 1.0, **more: Any) -> list[
 JOB = {"kind": "job", "ledgers": 3}
 
 
+def timed(number: int, seconds: float) -> list[dict[str, Any]]:
+    """The events of a step that took `seconds`."""
+    return [one | {"seconds": seconds} for one in step(number)]
+
+
 def test_only_steps_with_all_ledgers_are_proved() -> None:
     """A step of an older worker, without the number, is not; nor is one that lacks a layer."""
     events = [JOB, *step(0), *step(1, ledgers=2), *step(2, ledgers=0), *step(3)]
     assert summarize(events)["ledger"] == {"double": 0, "missing": 0, "proved": 2}
     assert summarize(events[1:])["ledger"]["proved"] == 0
+
+
+def test_the_utilisation_is_that_of_all_steps() -> None:
+    job = {**JOB, "flops_per_microbatch": 1e12, "microbatches": 6}
+    plan = {"kind": "plan", "text": "", "backup": {}, "peak_tflops": 12.0}
+    events = [job, plan, *timed(0, 1.0), {**plan, "peak_tflops": 6.0}, *timed(1, 3.0)]
+    assert summarize(events)["mfu"] == pytest.approx(12 / (12 + 18))
+    assert summarize([*events, {**plan, "peak_tflops": 0.0}, *step(2)])["mfu"] == 0
+    assert summarize(events[1:])["mfu"] == summarize([])["mfu"] == 0
 
 
 def test_a_wrong_ledger_is_in_the_summary() -> None:

@@ -39,6 +39,7 @@ from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.types import (
     Copy,
     EvaluationResult,
+    JobSpec,
     NodeInfo,
     Pipeline,
     Plan,
@@ -281,6 +282,26 @@ def test_steps_that_are_told_again_count_once() -> None:
     found = values(metrics.registry)
     assert (found["elastic_steps_total"], found["elastic_tokens_total"]) == (1, 100)
     assert metrics.tokens_per_s == 200
+
+
+def test_utilisation_is_relative_to_the_devices_of_the_plan() -> None:
+    """A step of 0.5 s with 8 micro-batches of 10^12 operations, on two nodes of two workers."""
+    spec = JobSpec((), 8, 10, flops_per_microbatch=1e12)
+    metrics, running = coordinator(RUNNING), RUNNING.of(spec=spec)
+    metrics.stepped(m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1), running)
+
+    def peaks(**of: float) -> JobState:
+        members = dict(running.members)
+        for node, peak in of.items():
+            report = members[node].report
+            info = replace(report.info, peak_tflops=peak, workers=2)
+            members[node] = replace(members[node], report=replace(report, info=info))
+        return running.of(members=members)
+
+    assert metrics.utilisation(peaks(a=5.0, b=3.0, c=100.0)) == pytest.approx(1.0)
+    assert metrics.utilisation(peaks(a=20.0, b=12.0)) == pytest.approx(0.25)
+    assert metrics.utilisation(peaks(a=5.0)) == 0, "the peak of b is unknown"
+    assert metrics.utilisation(peaks(a=5.0, b=3.0).of(spec=None)) == 0
 
 
 def test_gauges_tell_the_state() -> None:

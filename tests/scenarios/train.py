@@ -82,13 +82,15 @@ def main() -> None:
         *[lambda: Block(given.hidden)] * given.layers,
         lambda: Head(given.hidden, VOCABULARY),
     ]
+    tokens, width = given.micro_batch_size * given.seq_len, given.hidden
     Trainer(
         stack=ListStack(layers, seed=0),
         optimizer=adamw(cosine(2e-3, warmup=5, steps=given.steps)),
         data=data,
         steps=given.steps,
         microbatches=given.num_microbatches,
-        tokens_per_microbatch=given.micro_batch_size * given.seq_len,
+        tokens_per_microbatch=tokens,
+        flops_per_microbatch=6 * tokens * width * (2 * WIDER * width * given.layers + VOCABULARY),
         checkpoint_every=given.checkpoint_every,
         evaluation=evaluation if given.evaluate_every else None,
     ).run()

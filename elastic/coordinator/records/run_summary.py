@@ -6,7 +6,7 @@ So a coordinator that took over during the run can write the summary of the whol
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic.core.job.state import JobPhase, JobState
@@ -24,17 +24,20 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
     by_step: dict[str, dict[int, dict[str, Any]]] = {"nonfinite": {}, "evaluation": {}}
     divergences, ledgers, wrong = [], 0, {"double": 0, "missing": 0}
-    first = last = 0.0
+    first = last = flops = peak_tflops = 0.0
+    possible: dict[int, float] = {}  # operations that the plan could do during each step
     for entry in _distinct(events):
         at = float(entry.get("at", 0.0))
         first, last = first or at, at
         match entry.get("kind"):
             case "step":
                 steps[entry["step"]] = entry
+                possible[entry["step"]] = entry["seconds"] * peak_tflops * 1e12
             case "recovery":
                 recoveries.append(_fields(entry))
             case "job":
                 ledgers = entry.get("ledgers", 0)
+                flops = entry.get("flops_per_microbatch", 0.0) * entry.get("microbatches", 0)
             case ("nonfinite" | "evaluation") as kind:
                 by_step[kind][entry["step"]] = _fields(entry)
             case "divergence":
@@ -43,6 +46,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 wrong = {name: wrong[name] + entry[name] for name in wrong}
             case "plan":
                 plan, backup = entry["text"], entry["backup"]
+                peak_tflops = entry.get("peak_tflops", 0.0)
             case "checkpoint":
                 checkpoints.append(entry["step"])
             case "lost-steps":
@@ -64,6 +68,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "reason": end.get("reason", ""),
         "wall_s": round(last - first, 3),
         "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
+        "mfu": _utilisation(flops, [possible[entry["step"]] for entry in ordered]),
         "step_s": [entry["seconds"] for entry in ordered],
         "plan": plan,
         "backup": backup,
@@ -76,6 +81,13 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "recoveries": recoveries,
     }
+
+
+def _utilisation(flops: float, possible: Sequence[float]) -> float:
+    """Return the share of the `possible` operations that steps of `flops` each needed; 0: it is
+    unknown."""
+    known = all(possible)
+    return round(flops * len(possible) / sum(possible), 4) if known and possible else 0.0
 
 
 def _kept(kind: str, entries: dict[int, dict[str, Any]], lost: int) -> dict[int, dict[str, Any]]:
@@ -111,6 +123,7 @@ def job_entry(spec: JobSpec) -> dict[str, Any]:
         "steps": spec.n_steps,
         "microbatches": spec.n_microbatches,
         "tokens_per_microbatch": spec.tokens_per_microbatch,
+        "flops_per_microbatch": spec.flops_per_microbatch,
         "tp": spec.tp,
         "ledgers": spec.n_layers * spec.tp,
         "tied": spec.tied,
@@ -119,11 +132,13 @@ def job_entry(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def plan_entry(plan: Plan, entry: Mapping[str, Any], pipelines: str) -> dict[str, Any]:
+def plan_entry(
+    plan: Plan, entry: Mapping[str, Any], pipelines: str, peak_tflops: float
+) -> dict[str, Any]:
     """Return the fields of a new plan in the event log.
 
     `entry`: data of its log entry. `pipelines`: the requested shape; the field `instead_of` is this
-    shape if the plan has another.
+    shape if the plan has another. `peak_tflops`: that of its devices; 0: unknown.
     """
     return {
         "shape": plan_shape(plan),
@@ -131,6 +146,7 @@ def plan_entry(plan: Plan, entry: Mapping[str, Any], pipelines: str) -> dict[str
         "text": format_plan(plan),
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
         "epoch": plan.epoch,
+        "peak_tflops": peak_tflops,
         **{name: entry[name] for name in PLAN_FIELDS},
     }
 

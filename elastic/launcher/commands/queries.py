@@ -133,7 +133,7 @@ def main_view(answer: Answer) -> Answer:
     """Return the part of the answer to `status` that people read; JSON has all of it."""
     view = {key: value for key, value in answer.items() if key not in ("timeouts", "waiting")}
     # A model without tokens, a script without Trainer, a job without evaluations.
-    for key in ("tokens_per_s", "steps", "evaluation"):
+    for key in ("tokens_per_s", "mfu", "steps", "evaluation"):
         if not view.get(key):
             view.pop(key, None)
     leader = view.pop("coordinator", None)
@@ -163,6 +163,7 @@ def result_of(run_dir: Path) -> Answer | None:
         "evaluation": next(iter((summary.get("evaluations") or [])[-1:]), None),
         "nodes": [],
         "tokens_per_s": summary.get("tokens_per_s") or None,
+        "mfu": summary.get("mfu") or None,
         "wall_s": summary.get("wall_s"),
         "epoch_changes": len(recoveries) if summary else None,
         "params_sha256": summary.get("params_sha256", ""),

@@ -36,6 +36,7 @@ from elastic.launcher.flags.validators import (
     NONFINITE,
     PROFILE,
     RANKS,
+    RATES,
     SHAPE,
     SIGNALS,
     SIZE,
@@ -147,6 +148,9 @@ OURS = (
     flag("--lifetime", type=TIMES,
          help="expected seconds until this node leaves, 0: unknown; with --standalone one for "
               "each, comma-separated"),
+    flag("--peak-tflops", type=RATES,
+         help="peak of a worker's device in 10^12 operations per second, for the reported "
+              "utilisation (MFU); with --standalone one for each, comma-separated"),
     flag("--link", type=LINK,
          help='make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
     flag("--store",

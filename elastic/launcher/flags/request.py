@@ -137,6 +137,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         domains=flags.domain or (),
         devices=flags.device or (),
         lifetimes_s=flags.lifetime or (),
+        peak_tflops=flags.peak_tflops or (),
         node_memories_bytes=flags.node_memory or (),
         **{name: getattr(flags, name) for name in SAME_NAME},
     )

@@ -7,6 +7,7 @@ text; every other address needs certificates or `--insecure`.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import secrets
@@ -45,6 +46,8 @@ PRIVATE_CERTS = "job-certs"
 """Folder in the run directory with the certificates that the launcher makes for one job."""
 PRIVATE_NAME = "elastic"
 """Name that the certificates in PRIVATE_CERTS carry."""
+MOST_TFLOPS = 1e6
+"""Largest peak of a device that is taken for one."""
 METADATA_VARIABLES = {
     SourceKind.AWS: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
     SourceKind.GCP: "GCE_METADATA_HOST",
@@ -259,6 +262,18 @@ def _backup(flag: str, text: str) -> str:
     return text
 
 
+def _rate(flag: str, text: str) -> float:
+    """Return a rate in 10^12 operations per second; 0: unknown."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate <= MOST_TFLOPS:
+        remedy = f"a number from 0 to {MOST_TFLOPS:g}, as 989 for an H100"
+        raise FieldError(flag, text, remedy)
+    return rate
+
+
 def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
     """Return a parser of comma-separated values, each of which `read` parses."""
     return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
@@ -274,6 +289,7 @@ ACCUMULATE = Choice(tuple(mode.value for mode in Accumulate))
 NONFINITE = Choice(tuple(mode.value for mode in OnNonfinite))
 SIZE, SIZES = ParsedType("SIZE", size_of), ParsedType("SIZE,...", _several(size_of))
 NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _several(time_of))
+RATES = ParsedType("NUMBER,...", _several(_rate))
 FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)
 LOCATION, SAVED = ParsedType("LOCATION", location), ParsedType("CHECKPOINT", _saved)
 PROFILE, CERTS = ParsedType("FILE", read_profile), ParsedType("DIR", _certs)

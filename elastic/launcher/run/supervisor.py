@@ -164,6 +164,7 @@ def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host:
         "--device": config.devices,
         "--memory": config.node_memories_bytes,
         "--lifetime": config.lifetimes_s,
+        "--peak-tflops": config.peak_tflops,
     }
     for flag, values in per_node.items():
         if values and (value := values[index % len(values)]):

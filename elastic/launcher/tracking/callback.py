@@ -46,6 +46,8 @@ class StepMetrics:
     """Nodes that the plan uses."""
     goodput: float
     """Share of the time since the training began that finished steps took, each counted once."""
+    mfu: float = 0.0
+    """Operations that the model needs, relative to the peak of the plan's devices; 0: unknown."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,7 +64,8 @@ class StepMetrics:
             "nodes": float(self.nodes),
             "goodput": self.goodput,
         }
-        return found | ({"tokens_per_s": self.tokens_per_s} if self.tokens else {})
+        rate = {"tokens_per_s": self.tokens_per_s} if self.tokens else {}
+        return found | rate | ({"mfu": self.mfu} if self.mfu else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,8 @@ class Record:
         self._evaluated: set[int] = set()
         self._began = self._useful_s = 0.0
         self._nodes = self._next = 0
+        self._step_flops = self._peak = 0.0
+        """Operations of a step, and those that the plan's devices compute in a second at most."""
 
     @property
     def next_step(self) -> int:
@@ -105,6 +107,8 @@ class Record:
 
     def _info(self, job: Mapping[str, Any]) -> RunInfo:
         config, command = self._config, self._config.command
+        self._step_flops = float(job.get("flops_per_microbatch", 0.0))
+        self._step_flops *= int(job.get("microbatches", 0))
         script = ("-m " if command.module else "") + command.script
         settings: dict[str, Setting] = {"script": " ".join((script, *command.args))}
         for name in SETTINGS:
@@ -118,6 +122,7 @@ class Record:
 
     def _plan(self, plan: Mapping[str, Any]) -> None:
         self._nodes = len(parse_plan(str(plan["text"])).nodes())
+        self._peak = 1e12 * float(plan.get("peak_tflops", 0.0))
         if not self._useful_s:  # nothing has finished: a resumed run begins here
             self._done.below = int(plan["step"])
         self._next = int(plan["step"])
@@ -157,5 +162,6 @@ class Record:
             tokens=int(event["tokens"]),
             nodes=self._nodes,
             goodput=min(1.0, self._useful_s / elapsed) if elapsed > 0 else 1.0,
+            mfu=self._step_flops / (seconds * self._peak) if seconds * self._peak > 0 else 0.0,
         )
         return [Call("on_step", metrics)]

@@ -145,7 +145,7 @@ class WholeModel(LayerStack):
                 module.named_parameters(),
                 accumulate,
                 optimizer,
-                forward_s=2e-9 * (1 + sum(p.numel() for p in _multiplied(module))),
+                forward_s=2e-9 * (1 + sum(p.numel() for p in multiplied(module))),
             )
             for module in self._empty
         )
@@ -221,7 +221,7 @@ class WholeModel(LayerStack):
         return tuple(sorted(groups))
 
 
-def _multiplied(module: nn.Module) -> Iterator[Tensor]:
+def multiplied(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters that a forward pass multiplies with; an embedding only looks up."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     yield from (p for p in module.parameters() if id(p) not in tables)

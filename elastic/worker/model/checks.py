@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable
 
@@ -52,6 +53,14 @@ def whole_number(field: str, value: object, least: int = LEAST, most: int = MOST
         large = " below 2**64" if most == MOST and number > least else ""
         raise FieldError(field, description(number), f"{remedy}{large}")
     return number
+
+
+def positive(field: str, value: object) -> float:
+    """Return `value` as a float. Raises FieldError unless it is a finite number above 0."""
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    if not right or not 0 < value < math.inf:  # type: ignore[operator]
+        raise FieldError(field, description(value), "a number above 0")
+    return float(value)  # type: ignore[arg-type]
 
 
 def check_callable(field: str, value: object, n_arguments: int, remedy: str) -> None:

@@ -122,6 +122,11 @@ class LayerStack(ABC):
     ) -> tuple[LayerSpec, ...]:
         """Describe all layers for the planner without allocating weights. Times are relative."""
 
+    def training_flops(self, tokens: int) -> float:
+        """Return the floating-point operations of the forward and backward pass of a micro-batch
+        of so many tokens; 0: unknown."""
+        return 0.0
+
     def contents(self) -> tuple[str, ...]:
         """Describe the parameters of each layer in a short text (`describe_parameters`), by which a
         checkpoint of another model is recognized; (): only the number of layers is compared."""

@@ -45,6 +45,20 @@ def test_a_step_has_its_numbers() -> None:
     assert (metrics.step, metrics.at, metrics.epoch) == (0, 14.0, 1)
 
 
+def test_utilisation_needs_operations_and_peak() -> None:
+    """6 micro-batches of 10^12 operations in 2 s, on devices that compute 12 x 10^12 per second."""
+    job, known = {**JOB, "flops_per_microbatch": 1e12}, {**plan(0), "peak_tflops": 12.0}
+
+    def found(*events: dict[str, Any]) -> dict[str, float]:
+        metrics = told(*events, step(0, seconds=2.0))[-1].argument
+        assert isinstance(metrics, StepMetrics)
+        return metrics.scalars()
+
+    assert found(job, known)["mfu"] == pytest.approx(0.25)
+    assert found(job, known, {**plan(0), "peak_tflops": 6.0})["mfu"] == pytest.approx(0.5)
+    assert all("mfu" not in found(*events) for events in ((JOB, known), (job, plan(0))))
+
+
 def test_a_model_without_tokens_has_no_rate() -> None:
     (_, call) = told(JOB, step(0, tokens=0))
     assert isinstance(call.argument, StepMetrics)

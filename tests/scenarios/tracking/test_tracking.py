@@ -19,6 +19,7 @@ def test_each_step_once_with_the_values_of_the_failure_free_run(tmp_path: Path) 
 
     board, lines = tmp_path / "board", tmp_path / "lines"
     flags = exact("--nnodes", "3", "--pipelines", "1", *faults(*LOST))
+    flags += ["--peak-tflops", "0.5,0.5,1"]
     flags += ["--track", CALLBACK, "--track", f"tensorboard:{board}", "--shutdown-timeout", "200"]
     more = ("--checkpoint-every", "3")
     environment = {OUT: str(lines), KILL_AT: "1"}
@@ -42,3 +43,6 @@ def test_each_step_once_with_the_values_of_the_failure_free_run(tmp_path: Path) 
     found = EventAccumulator(str(board), size_guidance={"scalars": 0})
     found.Reload()
     assert [event.step for event in found.Scalars("loss")] == list(range(6))
+    utilisation = [event.value for event in found.Scalars("mfu")]
+    assert len(utilisation) == 6 and all(0 < value < 1 for value in utilisation)
+    assert run.summary["mfu"] > 0

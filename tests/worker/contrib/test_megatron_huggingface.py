@@ -138,6 +138,16 @@ def test_fields_of_the_config_can_be_given(tmp_path: Path) -> None:
     assert from_megatron(given, **arguments).shapes(1)["layer.mlp.up"] == (4, 24, 32)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_both_kinds_of_layers_need_the_same_operations(name: str, tmp_path: Path) -> None:
+    """But for the products of queries and keys, and norms, which a product with a vector has."""
+    given = config_of(name)
+    given.save_pretrained(tmp_path)
+    pairs = 3 * (2.0 * LENGTH * 4 * 8) * 3  # of a token: in three blocks, forward and backward
+    here = stack_of(tmp_path).training_flops(100) - 100 * pairs
+    assert 0 <= from_huggingface(given).training_flops(100) - here < 0.02 * here
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "fields", "text"),
     [

@@ -25,7 +25,13 @@ from elastic.domain.errors import FieldError, describe, needs_extra
 from elastic.worker.contrib.huggingface.adapter_names import PlainValues, is_adapter, plain_name
 from elastic.worker.contrib.huggingface.weights import Weights, weights_in
 from elastic.worker.contrib.weights import take_weights
-from elastic.worker.contrib.whole_model import StoredValues, Values, WholeModel, values_of
+from elastic.worker.contrib.whole_model import (
+    StoredValues,
+    Values,
+    WholeModel,
+    multiplied,
+    values_of,
+)
 from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.rng import derive_parameter_seed
@@ -320,6 +326,20 @@ class HuggingFaceStack(WholeModel):
     def model_name(self) -> str:
         """The name of the model's class, as LlamaForCausalLM."""
         return type(self._skeleton.model).__name__
+
+    def training_flops(self, tokens: int) -> float:
+        """Return six operations per token for each weight that it is multiplied with, four if the
+        weight is frozen. Of experts, the chosen ones count. The products of queries and keys, which
+        depend on the length of the sequences, are left out."""
+        chosen = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
+        total = 0.0
+        for module in self._empty:
+            for weight in multiplied(module):
+                share = 1.0
+                if weight.ndim == 3 and chosen:  # a matrix of each expert
+                    share = min(1.0, chosen / len(weight))
+                total += (6.0 if weight.requires_grad else 4.0) * share * weight.numel()
+        return tokens * total
 
     def take_values(self, values: StoredValues) -> None:
         if isinstance(values, Weights):  # files of the model without its head lack its prefix

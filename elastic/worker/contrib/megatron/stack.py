@@ -226,25 +226,19 @@ class MegatronStack(LayerStack):
         self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
     ) -> tuple[LayerSpec, ...]:
         config, width = self.config, self.config.params_dtype.itemsize
-        length, h, vocab = self.model.max_sequence_length, config.hidden_size, self.model.vocab_size
-        tokens = length * self._micro_batch_size
-        heads = config.num_attention_heads * config.kv_channels
-        keys = config.num_query_groups * config.kv_channels
-        matrices = 3 if config.gated_linear_unit else 2
+        h, vocab = config.hidden_size, self.model.vocab_size
+        tokens = self.model.max_sequence_length * self._micro_batch_size
         output = tokens * h * width
 
         def spec(kind: Kind) -> LayerSpec:
-            inner = config.ffn_hidden_size * matrices
-            if kind is Kind.EXPERTS:
-                inner = config.moe_ffn_hidden_size * config.moe_router_topk * matrices
-            weights = h * (2 * heads + 2 * keys + inner)
-            kept = tokens * width * (5 * h + 2 * heads + 2 * keys + inner)
-            flops = tokens * (2.0 * weights + 2.0 * length * heads + 250.0 * h)
+            kept = tokens * width * (5 * h + self._columns(kind))
+            others = 250.0 * h  # operations of a token that are no products of matrices
             if kind is Kind.EMBEDDING:
-                kept, flops = output, tokens * h * 250.0
+                kept = output
             elif kind is Kind.HEAD:
                 kept = output + 2 * tokens * vocab * 4
-                flops = tokens * (2.0 * h * vocab + 60.0 * h + 400.0 * vocab)
+                others = 60.0 * h + 400.0 * vocab
+            flops = tokens * (self._products(kind) + others)
             return layer_spec(
                 self._parameters(kind),
                 accumulate,
@@ -255,6 +249,36 @@ class MegatronStack(LayerStack):
             )
 
         return self._each(spec)
+
+    def training_flops(self, tokens: int) -> float:
+        """Return three times the products of the forward pass. Rows have the largest length, and
+        attention counts the pairs of tokens that a causal mask allows."""
+        return 3.0 * tokens * sum(self._each(self._products))
+
+    def _columns(self, kind: Kind) -> int:
+        """Return the columns of all matrices of a block, with those of the chosen experts only."""
+        config = self.config
+        inner = config.ffn_hidden_size
+        if kind is Kind.EXPERTS:
+            inner = config.moe_ffn_hidden_size * config.moe_router_topk
+        heads = config.num_attention_heads + config.num_query_groups
+        matrices = 3 if config.gated_linear_unit else 2
+        return int(2 * heads * config.kv_channels + inner * matrices)
+
+    def _products(self, kind: Kind) -> float:
+        """Return the operations of a token in the products of matrices of a forward pass."""
+        config = self.config
+        match kind:
+            case Kind.EMBEDDING:
+                return 0.0
+            case Kind.HEAD:
+                return 2.0 * int(config.hidden_size) * self.model.vocab_size
+        heads = int(config.num_attention_heads * config.kv_channels)
+        pairs = 2.0 * self.model.max_sequence_length * heads
+        columns = self._columns(kind)
+        if kind is Kind.EXPERTS:
+            columns += config.num_moe_experts  # of the router
+        return 2.0 * int(config.hidden_size) * columns + pairs
 
     def contents(self) -> tuple[str, ...]:
         return self._each(lambda kind: describe_parameters(self._parameters(kind)))

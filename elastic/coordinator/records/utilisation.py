@@ -1,0 +1,30 @@
+"""Model FLOPs utilisation (MFU): operations that the model needs, relative to what the devices of
+the plan could compute in the same time. Repeated and recomputed operations do not count.
+
+Source: Chowdhery et al. 2022, "PaLM", appendix B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic.core.job.state import Member
+from elastic.domain.types import JobSpec, Plan
+
+
+def peak_of(plan: Plan, members: Mapping[str, Member]) -> float:
+    """Return the peak of all devices of a plan, in 10^12 operations per second; 0: unknown."""
+    total = 0.0
+    for node in plan.nodes():
+        info = members[node].report.info if node in members else None
+        if info is None or not info.peak_tflops:
+            return 0.0
+        total += info.peak_tflops * info.workers
+    return total
+
+
+def mfu(spec: JobSpec | None, seconds: float, peak_tflops: float) -> float:
+    """Return the utilisation in a step of `seconds`; 0: unknown."""
+    if spec is None or seconds <= 0 or not peak_tflops:
+        return 0.0
+    return spec.flops_per_microbatch * spec.n_microbatches / (seconds * peak_tflops * 1e12)
