@@ -35,6 +35,29 @@ def test_a_killed_node_and_a_newcomer_change_no_bit(source: str, tmp_path: Path)
     assert run.summary["params_sha256"] == expected["params_sha256"], run.output
 
 
+@pytest.mark.parametrize(
+    ("nodes", "pipelines", "backup"),
+    [
+        pytest.param("4", "2+2", "log+snapshot", id="partial replay"),
+        pytest.param("4", "2+2", "reduce:2+replica", id="reduction", marks=pytest.mark.chaos),
+        pytest.param("3", "1+1+1", "stream+snapshot/sharded", id="sharded", marks=pytest.mark.chaos),
+        pytest.param("4", "3+1", "stream+replay", id="replay", marks=pytest.mark.chaos),
+    ],
+)
+def test_weights_are_summed_once_on_any_plan(
+    nodes: str, pipelines: str, backup: str, tmp_path: Path
+) -> None:
+    """Micro-batches of this source have different weights, whose sum scales the update."""
+    expected = made_once(tmp_path, exact("--nnodes", "1"), (*JOB, "stream")).summary
+    flags = exact("--nnodes", nodes, "--pipelines", pipelines, "--backup", backup)
+    lost = faults("kill node=1 step=2 microbatch=3")
+    run = elastic_run(tmp_path / "run", [*flags, *lost], (*JOB, "stream"))
+    assert run.code == 0, run.output
+    summary = run.summary
+    assert summary["params_sha256"] == expected["params_sha256"], run.output
+    assert summary["loss"] == expected["loss"] and len(summary["recoveries"]) == 1
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("source", sources("loader"))
 def test_a_resumed_run_goes_on_with_the_next_sample(source: str, tmp_path: Path) -> None:
