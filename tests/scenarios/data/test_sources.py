@@ -40,7 +40,9 @@ def test_a_killed_node_and_a_newcomer_change_no_bit(source: str, tmp_path: Path)
     [
         pytest.param("4", "2+2", "log+snapshot", id="partial replay"),
         pytest.param("4", "2+2", "reduce:2+replica", id="reduction", marks=pytest.mark.chaos),
-        pytest.param("3", "1+1+1", "stream+snapshot/sharded", id="sharded", marks=pytest.mark.chaos),
+        pytest.param(
+            "3", "1+1+1", "stream+snapshot/sharded", id="sharded", marks=pytest.mark.chaos
+        ),
         pytest.param("4", "3+1", "stream+replay", id="replay", marks=pytest.mark.chaos),
     ],
 )
