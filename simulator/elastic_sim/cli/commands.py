@@ -39,7 +39,7 @@ from elastic_sim.replay import show
 from elastic_sim.replay.replay import replay as run
 from elastic_sim.report.command_line import sweep_command
 from elastic_sim.steps import policies as known
-from elastic_sim.steps.clusters import NODE_TYPES, node_type_of
+from elastic_sim.steps.clusters import NODE_TYPES
 from elastic_sim.sweep import sweep as sweeps
 from elastic_sim.sweep.cells import Backend, SweepCell, cells_of, check_cells
 from elastic_sim.sweep.local_backend import run_locally
@@ -143,7 +143,9 @@ def advise(
     if buy or math.isinf(budget):
         mixes = advice.mixes(buy or (32,), steps)
     else:
-        mixes = advice.affordable(node_type_of(scenarios[0].nodes_of[0]), budget, steps)
+        recorded = [one.trace_of(0) for one in scenarios]
+        shares = advice.composition(scenarios[0], recorded)
+        mixes = advice.affordable(shares, budget, steps)
     with Progress("elastic-sim advise") as progress:
         total, numbers = len(names) * (len(mixes) + (0 if buy else 2)), count(1)
 

@@ -8,7 +8,8 @@ per sample. Nodes that the plan cannot use wait as spares. `resized` gives sligh
 larger mixes.
 
 A recorded trace has a fixed number of nodes. For more spot nodes, the trace is repeated under other
-names and shifted in time, so that losses coincide as rarely as in the recording."""
+names and shifted in time, so that losses coincide as rarely as in the recording. If it has nodes of
+several types, on-demand nodes are of these types, in the same proportion of time."""
 
 from __future__ import annotations
 
@@ -99,15 +100,39 @@ def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
     return list(dict.fromkeys(Mix(n, size - n) for size, n in on_demand))
 
 
-def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
+def composition(scenario: Scenario, traces: Sequence[Trace]) -> dict[NodeType, float]:
+    """Return the share of node time of each type in the traces, without types that they lack."""
+    type_of, seconds = _types_of(scenario), defaultdict[NodeType, float](float)
+    for trace in traces:
+        for added, _, until in node_lifetimes(trace):
+            seconds[type_of(added)] += until - added.seconds
+    whole = sum(seconds.values())
+    if not whole:
+        return {type_of(Event(0.0, ADD, "")): 1.0}
+    found = sorted(seconds.items(), key=lambda item: item[0].name)
+    return {kind: time / whole for kind, time in found if time}
+
+
+def _types_of(scenario: Scenario) -> Callable[[Event], NodeType]:
+    """Return the function that gives the type of the node which an event adds. Nodes of a measured
+    profile are of the type that is named for it."""
+    if "model" in scenario.files():
+        named = node_type_of(scenario.nodes_of[0])
+        return lambda event: named
+    return scenario.world().type_of
+
+
+def affordable(shares: Mapping[NodeType, float], budget_per_h: float, steps: int) -> list[Mix]:
     """Return mixes from all spot to all on demand, each with all nodes that the budget pays for.
 
-    At most `MAX_NODES` nodes; one spot node if the budget pays for none.
+    At most `MAX_NODES` nodes; one spot node if the budget pays for none. `shares`: `composition`.
     """
+    on_demand = sum(share * kind.on_demand for kind, share in shares.items())
+    spot = sum(share * kind.spot for kind, share in shares.items())
     found = []
     for i in range(steps + 1):
         share = i / steps
-        n = min(MAX_NODES, int(budget_per_h / (share * kind.on_demand + (1 - share) * kind.spot)))
+        n = min(MAX_NODES, int(budget_per_h / (share * on_demand + (1 - share) * spot)))
         found.append(Mix(int(share * n), n - int(share * n)) if n else Mix(0, 1))
     return list(dict.fromkeys(found))
 
@@ -131,9 +156,13 @@ def answer_text(best: Offer) -> str:
     return f"Mix: {mix}, {mix.on_demand + mix.spot} in all. Spares: {spares}. Backup: {backup}."
 
 
-def blended(trace: Trace, mix: Mix) -> Trace:
-    """Return the trace of a mix: on-demand nodes, and spot nodes from shifted copies of `trace`."""
-    fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
+def blended(trace: Trace, mix: Mix, shares: Mapping[NodeType, float] | None = None) -> Trace:
+    """Return the trace of a mix: on-demand nodes, and spot nodes from shifted copies of `trace`.
+
+    `shares`: `composition`, for the types of the on-demand nodes; None: they have none.
+    """
+    types = [""] * mix.on_demand if shares is None else _dealt(shares, mix.on_demand)
+    fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND, name) for i, name in enumerate(types)]
     changes = (1 if event.kind == ADD else -1 for event in trace.events)
     most = max(accumulate(changes, initial=0))
     if not most and mix.spot:
@@ -144,8 +173,33 @@ def blended(trace: Trace, mix: Mix) -> Trace:
         share = min(wanted, most)
         events += _limited(_shifted(trace, copy), share)
         wanted, copy = wanted - share, copy + 1
-    rows = sorted([*fixed, *events], key=lambda e: (e.seconds, e.kind == ADD))
+    rows = sorted([*fixed, *_lasting(events)], key=lambda e: (e.seconds, e.kind == ADD))
     return Trace(tuple(rows), trace.end_s, trace.origin)
+
+
+def _lasting(events: Sequence[Event]) -> list[Event]:
+    """Return the events without nodes that are added and removed in the same second."""
+    found: list[Event] = []
+    added: dict[str, int] = {}
+    for event in events:
+        begin = added.pop(event.node, None) if event.kind != ADD else None
+        if begin is not None and found[begin].seconds == event.seconds:
+            found[begin] = replace(found[begin], node="")
+            continue
+        if event.kind == ADD:
+            added[event.node] = len(found)
+        found.append(event)
+    return [event for event in found if event.node]
+
+
+def _dealt(shares: Mapping[NodeType, float], number: int) -> list[str]:
+    """Return the type of each of `number` nodes, in these shares: each node is of the type that
+    lacks most."""
+    counts = dict.fromkeys(shares, 0)
+    for n in range(1, number + 1):
+        wanting = max(shares, key=lambda kind: n * shares[kind] - counts[kind])
+        counts[wanting] += 1
+    return [kind.name for kind, count in counts.items() for _ in range(count)]
 
 
 def _shifted(trace: Trace, copy: int) -> Trace:
@@ -198,35 +252,48 @@ def offers(
 ) -> list[Offer]:
     """Return an offer for every mix with every policy, the best first.
 
-    `scenarios` differ only in their traces. Prices are those of the first node type. Raises
+    `scenarios` differ only in their traces. Each node has the price of its type. Raises
     FieldError.
     """
-    world, kind = scenarios[0].world(), node_type_of(scenarios[0].nodes_of[0])
+    world = scenarios[0].world()
     if "model" in scenarios[0].files():
-        check_profile_matches(kind, world.profile)
+        check_profile_matches(node_type_of(scenarios[0].nodes_of[0]), world.profile)
+    cases = [(one, seed) for one in scenarios for seed in seeds]
+    recorded = [one.trace_of(seed) for one, seed in cases]
+    type_of, shares = _types_of(scenarios[0]), composition(scenarios[0], recorded)
     found = []
     for mix in options:
-        cases = [(one, seed) for one in scenarios for seed in seeds]
-        traces = [blended(one.trace_of(seed), mix) for one, seed in cases]
+        traces = [blended(trace, mix, shares) for trace in recorded]
         for policy in policies:
             trials = defaultdict[str, list[Trial]](list)
             for (one, seed), trace in zip(cases, traces, strict=True):
-                trials[one.name()].append(_trial(world, kind, trace, policy, seed))
+                trials[one.name()].append(_trial(world, type_of, trace, policy, seed))
             found.append(_offer(world, mix, policy, trials, budget_per_h))
             progress()
     return ranked(found, budget_per_h)
 
 
-def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, seed: int) -> Trial:
+def _trial(
+    world: SimulatedWorld,
+    type_of: Callable[[Event], NodeType],
+    trace: Trace,
+    policy: str,
+    seed: int,
+) -> Trial:
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
         run=replace(run, outcome=None),  # the outcome is large
-        cost=dollars_for(trace, lambda e: kind.on_demand if e.zone == ON_DEMAND else kind.spot),
+        cost=dollars_for(trace, lambda event: _price(type_of(event), event)),
         hours=trace.end_s / 3600,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
         pairs=_pairs(run.outcome),
     )
+
+
+def _price(kind: NodeType, event: Event) -> float:
+    """Return the dollars per hour of the node that `event` adds."""
+    return kind.on_demand if event.zone == ON_DEMAND else kind.spot
 
 
 def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:

@@ -16,6 +16,7 @@ from elastic_sim.replay.advise import (
     affordable,
     answer_text,
     blended,
+    composition,
     mixes,
     offers,
     resized,
@@ -24,7 +25,7 @@ from elastic_sim.replay.replay import mean_of
 from elastic_sim.steps.clusters import node_type_of
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, build_trace, format_trace
+from elastic_sim.traces.trace import ADD, Event, build_trace, format_trace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def test_mixes_go_from_all_spot_to_all_on_demand() -> None:
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), fixed=st.integers(0, 5), spot=st.integers(0, 20))
 @example(seed=2593, fixed=0, spot=4)  # a node joins in the last second
+@example(seed=27223, fixed=0, spot=6)  # a node is lost in the second in which it joins
 def test_trace_of_a_mix_is_valid_and_has_its_nodes(seed: int, fixed: int, spot: int) -> None:
     trace = generate(MARKET, 3600.0, seed)
     found = blended(trace, Mix(fixed, spot))
@@ -96,10 +98,12 @@ def test_within_a_budget_the_fastest_comes_first() -> None:
 
 
 def test_a_budget_buys_as_many_nodes_as_it_pays_for() -> None:
-    kind = node_type_of("a40")
-    assert affordable(kind, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
-    assert affordable(kind, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
-    assert affordable(kind, 1e9, 1) == [Mix(0, MAX_NODES), Mix(MAX_NODES, 0)]
+    shares = {node_type_of("a40"): 1.0}
+    assert affordable(shares, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
+    assert affordable(shares, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
+    assert affordable(shares, 1e9, 1) == [Mix(0, MAX_NODES), Mix(MAX_NODES, 0)]
+    both = {node_type_of("p3.2xlarge"): 0.5, node_type_of("g4dn.xlarge"): 0.5}
+    assert affordable(both, 10.68, 1) == [Mix(0, 20), Mix(5, 0)], "0.534 and 1.793 a node"
     args = [
         "advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large",
         "--microbatches", "16", "--mixes", "1", "--seeds", "1", "--budget", "5",
@@ -108,6 +112,23 @@ def test_a_budget_buys_as_many_nodes_as_it_pays_for() -> None:
     assert found.exit_code == 0 and found.output.startswith("Rent 0 on demand + "), found.output
     over = offers([SCENARIO], [Mix(6, 0), Mix(0, 6)], ("ours",), (0,), 0.1)
     assert [o.mix for o in over] == [Mix(0, 6), Mix(6, 0)], "nothing fits: the cheapest first"
+
+
+@pytest.mark.parametrize("types", [("p3.2xlarge", "g4dn.xlarge"), ("g4dn.xlarge", "p3.2xlarge")])
+def test_each_node_has_the_price_of_its_type(types: tuple[str, str], tmp_path: Path) -> None:
+    """Whatever the order in which the types are named. All nodes are there for the whole hour."""
+    kinds = ("p3.2xlarge", "g4dn.xlarge")
+    events = [Event(0.0, ADD, f"n{i}", "a", kinds[i // 8]) for i in range(16)]
+    (path := tmp_path / "trace.csv").write_text(format_trace(build_trace(events, 3600.0)))
+    scenario = replace(SCENARIO, trace=str(path), market=None, nodes_of=types)
+    options = [Mix(0, 16), Mix(16, 0), Mix(4, 0)]
+    found = {o.mix: o.dollars_per_h.value for o in offers([scenario], options, ("varuna",), (0,))}
+    assert found[Mix(0, 16)] == pytest.approx(8 * 0.91 + 8 * 0.158)
+    assert found[Mix(16, 0)] == pytest.approx(8 * 3.06 + 8 * 0.526)
+    assert found[Mix(4, 0)] == pytest.approx(2 * 3.06 + 2 * 0.526)
+    assert composition(scenario, [scenario.trace_of(0)]) == {
+        node_type_of(name): 0.5 for name in kinds
+    }
 
 
 def test_smaller_and_larger_mixes() -> None:
