@@ -163,6 +163,7 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     texts = {
         "bamboo": "0,add,a\n9,remove,a\n",
         "counts": "0,1\n9,1\n",
+        "dated-counts": "2021-12-10, 23:59:45, 1\n2021-12-11, 00:00:45, 1\n",
         "parcae": '[0, "add", {"nodes": ["a"], "duration": 60000}]\n',
         "skypilot": '{"metadata": {"gap_seconds": 600}, "data": [1, 2]}',
         "events": '{"at": 1, "kind": "joined", "node": "a"}\n{"at": 9, "kind": "step"}\n',

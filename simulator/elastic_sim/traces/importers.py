@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import random
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -55,15 +56,36 @@ def bamboo(text: str, name: str) -> Trace:
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
     """Parse rows of time and number of instances from then on. `unit_s`: seconds per unit of time.
 
-    The file does not name nodes, so the newest node is removed first.
+    The file does not name nodes, so the lost ones are drawn at random, always the same ones.
     """
     rows = [(where, at * unit_s, fields[1]) for where, at, fields in _csv(text, name, 2)]
     return _trace(_numbered(rows), rows[-1][1] if rows else 0.0, name)
 
 
+def dated_counts(text: str, name: str) -> Trace:
+    """Parse rows of date, time of day and number of instances from then on, as Bamboo's logs have.
+
+    Their writer told each count three times, a minute apart, even if it had changed meanwhile. So a
+    row replaces all earlier ones that are not before it. The lost nodes are drawn as by `counts`.
+    """
+    rows: list[tuple[str, float, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        where, fields = f"{name}, line {number}", [field.strip() for field in line.split(",")]
+        if not line.strip():
+            continue
+        if len(fields) != 3:
+            raise FieldError(where, line[:80], "write DATE, TIME, COUNT")
+        at = _timestamp(f"{fields[0]}T{fields[1]}Z", where)
+        while rows and rows[-1][1] >= at:
+            rows.pop()
+        rows.append((where, at, fields[2]))
+    placed = [(where, at - rows[0][1], count) for where, at, count in rows]
+    return _trace(_numbered(placed), placed[-1][1] if placed else 0.0, name)
+
+
 def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
     """Return the events of rows (place in the file, seconds, instances from then on)."""
-    builder, present, number = TraceBuilder(), list[str](), 0
+    builder, present, number, draw = TraceBuilder(), list[str](), 0, random.Random(0)
     for where, at, count in rows:
         wanted = _number(count, where)
         if wanted != int(wanted) or wanted > MAX_NODES:
@@ -73,7 +95,8 @@ def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
             present.append(f"node{number}")
             builder.add(Event(at, ADD, present[-1]), where)
         while len(present) > wanted:
-            builder.add(Event(at, REMOVE, present.pop()), where)
+            lost = present.pop(draw.randrange(len(present)))
+            builder.add(Event(at, REMOVE, lost), where)
         _not_too_many(builder.events, where)
     return builder
 
@@ -335,6 +358,7 @@ def _kills(
 FORMATS: dict[str, Callable[..., Trace]] = {
     "bamboo": bamboo,
     "counts": counts,
+    "dated-counts": dated_counts,
     "parcae": parcae,
     "spot-prices": spot_prices,
     "scaling-activities": scaling_activities,
@@ -344,6 +368,7 @@ FORMATS: dict[str, Callable[..., Trace]] = {
 UNITS = {
     "bamboo": "milliseconds",
     "counts": "seconds",
+    "dated-counts": "dates",
     "parcae": "milliseconds",
     "spot-prices": "dates",
     "scaling-activities": "dates",

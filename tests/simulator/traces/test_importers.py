@@ -40,6 +40,28 @@ def test_counts_over_time() -> None:
     assert importers.counts("0,1\n0.5,1\n", "hours.csv", unit_s=3600).end_s == 1800
 
 
+def test_lost_nodes_of_counts_are_drawn_at_random() -> None:
+    """If the newest were lost first, some nodes would live for ever and others for moments."""
+    rows = "0,20\n" + "".join(f"{10 * i},10\n{10 * i + 5},20\n" for i in range(1, 9))
+    trace = importers.counts(rows, "counts.csv")
+    first = [e.node for e in trace.events if e.kind == REMOVE][:10]
+    assert first == [e.node for e in importers.counts(rows, "x").events if e.kind == REMOVE][:10]
+    assert 0 < sum(int(node.removeprefix("node")) <= 10 for node in first) < 10
+    lost = {e.node for e in trace.events if e.kind == REMOVE}
+    assert len(lost & {f"node{i}" for i in range(1, 21)}) > 15, "of the first 20"
+
+
+def test_dated_counts() -> None:
+    """A row takes the place of earlier ones that are not before it, as in Bamboo's logs."""
+    text = (
+        "2021-12-10, 23:59:45, 3\n2021-12-11, 00:00:45, 3\n2021-12-11, 00:01:45, 3\n"
+        "2021-12-11, 00:00:45, 2\n\n2021-12-11, 00:01:45, 2\n2021-12-11, 00:03:45, 4\n"
+    )
+    trace = importers.dated_counts(text, "gcloud.txt")
+    found = [(at, kind) for at, kind, _ in rows_of(trace)]
+    assert found == [*[(0, ADD)] * 3, (60, REMOVE), *[(240, ADD)] * 2] and trace.end_s == 240
+
+
 def test_parcae() -> None:
     rows = [
         [0, "add", {"nodes": ["n0", "n1"], "duration": 60000}],
@@ -139,6 +161,9 @@ def test_our_own_events() -> None:
         ("bamboo", "0,remove,a\n", "line 1: '0,remove,a'.*a is not present"),
         ("bamboo", "-5,add,a\n", "line 1"),
         ("counts", "0,1.5\n", "whole number"),
+        ("dated-counts", "2021-12-10, 23:59:45\n", "line 1.*write DATE, TIME, COUNT"),
+        ("dated-counts", "2021-12-10, 25:59:45, 3\n", "line 1.*a time as 2026-01-31T12:00:00Z"),
+        ("dated-counts", "2021-12-10, 23:59:45, many\n", "line 1.*a number from 0 up"),
         ("counts", "5,1\n1,2\n", "line 2: '1,2'.*ascend; the row before is at 5"),
         (
             "counts",
@@ -412,6 +437,7 @@ def test_implausible_units_of_time_give_a_warning() -> None:
 
 SAMPLES = {
     "bamboo": "0,add,node1\n0,add,node2\n60000,remove,node1\n60000,add,node3\n",
+    "dated-counts": "2021-12-10, 23:59:45, 2\n2021-12-11, 00:00:45, 1\n",
     "counts": "0,0\n10,0\n10,2\n20,2\n20,1\n30,1\n",
     "parcae": '[0, "add", {"nodes": ["a", "b"], "duration": 60000}]\n'
     '[60000, "remove", {"nodes": ["b"], "duration": 5}]\n',
@@ -481,7 +507,7 @@ def broken_csv(data: st.DataObject, kind: str) -> str:
 @given(st.data())
 @pytest.mark.parametrize("kind", sorted(importers.FORMATS))
 def test_any_file_gives_a_trace_or_a_clear_error(kind: str, data: st.DataObject) -> None:
-    text = (broken_csv if kind in ("bamboo", "counts") else broken_json)(data, kind)
+    text = (broken_csv if kind in ("bamboo", "counts", "dated-counts") else broken_json)(data, kind)
     more: dict[str, object] = {"bid": 1.0} if kind == "spot-prices" else {}
     if kind == "events":
         more = {"config": json.dumps({"faults": [encode(parse_fault("kill node=1 step=3"))]})}
