@@ -510,5 +510,5 @@ class NodeInfo:
     release: str = ""
     """Version of the node's package."""
     peak_tflops: float = 0.0
-    """Most operations of matrix products that the device of a worker computes, in 10^12 per second;
-    0: unknown."""
+    """Peak rate of matrix products on a worker's device, in 10^12 operations per second; 0:
+    unknown."""

@@ -68,7 +68,8 @@ class Trainer:
         tokens_per_microbatch: for the reported tokens per second; 0 if unknown. With `weight`, the
             expected weight.
         flops_per_microbatch: floating-point operations of the forward and backward pass of a
-            micro-batch, for the reported utilisation (MFU); None: as the layers estimate them.
+            micro-batch, for the reported utilisation (MFU); None: as the layers estimate them, or
+            unknown with `weight`.
         checkpoint_every: steps between two checkpoints; 0 for none.
         evaluation: when and with which data the model is evaluated; None for never.
 
@@ -106,9 +107,10 @@ class Trainer:
         seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
-        flops = stack.training_flops(tokens)
         if flops_per_microbatch is not None:
             flops = positive("flops_per_microbatch", flops_per_microbatch)
+        else:  # with weights, `tokens` is a rough figure
+            flops = stack.training_flops(tokens) if weight is None else 0.0
         if weight is not None:
             check_callable("weight", weight, 1, WEIGHT)
             if not tokens:

@@ -285,7 +285,7 @@ def test_steps_that_are_told_again_count_once() -> None:
 
 
 def test_utilisation_is_relative_to_the_devices_of_the_plan() -> None:
-    """A step of 0.5 s with 8 micro-batches of 10^12 operations, on two nodes of two workers."""
+    """A step of 0.5 s with 8 micro-batches of 10^12 operations, on a worker of two nodes each."""
     spec = JobSpec((), 8, 10, flops_per_microbatch=1e12)
     metrics, running = coordinator(RUNNING), RUNNING.of(spec=spec)
     metrics.stepped(m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1), running)
@@ -298,8 +298,8 @@ def test_utilisation_is_relative_to_the_devices_of_the_plan() -> None:
             members[node] = replace(members[node], report=replace(report, info=info))
         return running.of(members=members)
 
-    assert metrics.utilisation(peaks(a=5.0, b=3.0, c=100.0)) == pytest.approx(1.0)
-    assert metrics.utilisation(peaks(a=20.0, b=12.0)) == pytest.approx(0.25)
+    assert metrics.utilisation(peaks(a=10.0, b=6.0, c=100.0)) == pytest.approx(1.0)
+    assert metrics.utilisation(peaks(a=40.0, b=24.0)) == pytest.approx(0.25)
     assert metrics.utilisation(peaks(a=5.0)) == 0, "the peak of b is unknown"
     assert metrics.utilisation(peaks(a=5.0, b=3.0).of(spec=None)) == 0
 

@@ -1,5 +1,5 @@
-"""Model FLOPs utilisation (MFU): operations that the model needs, relative to what the devices of
-the plan could compute in the same time. Repeated and recomputed operations do not count.
+"""Model FLOPs utilisation (MFU): the operations that the model needs, divided by the peak of the
+devices of the plan in the same time. Repeated and recomputed operations do not count.
 
 Source: Chowdhery et al. 2022, "PaLM", appendix B.
 """
@@ -15,11 +15,11 @@ from elastic.domain.types import JobSpec, Plan
 def peak_of(plan: Plan, members: Mapping[str, Member]) -> float:
     """Return the peak of all devices of a plan, in 10^12 operations per second; 0: unknown."""
     total = 0.0
-    for node in plan.nodes():
-        info = members[node].report.info if node in members else None
-        if info is None or not info.peak_tflops:
+    for unit in set(plan.units()):
+        member = members.get(unit.node)
+        if member is None or not member.report.info.peak_tflops:
             return 0.0
-        total += info.peak_tflops * info.workers
+        total += member.report.info.peak_tflops * plan.tp
     return total
 
 

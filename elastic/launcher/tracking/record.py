@@ -103,12 +103,12 @@ class Record:
         if self._began:
             return []
         self._began = at
+        flops, microbatches = job.get("flops_per_microbatch", 0.0), job.get("microbatches", 0)
+        self._step_flops = float(flops) * int(microbatches)
         return [Call("on_start", self._info(job))]
 
     def _info(self, job: Mapping[str, Any]) -> RunInfo:
         config, command = self._config, self._config.command
-        self._step_flops = float(job.get("flops_per_microbatch", 0.0))
-        self._step_flops *= int(job.get("microbatches", 0))
         script = ("-m " if command.module else "") + command.script
         settings: dict[str, Setting] = {"script": " ".join((script, *command.args))}
         for name in SETTINGS:

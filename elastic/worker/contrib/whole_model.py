@@ -28,6 +28,8 @@ from elastic.worker.model.layers import (
 from elastic.worker.model.meta_modules import with_memory
 from elastic.worker.model.optimizer import OptimizerSpec
 
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of numbers that stand for themselves. Others, as float8, have scales beside them."""
 Values = Callable[[str], Tensor]
 """Returns the initial value of a parameter of the model, by its name there."""
 
@@ -198,6 +200,9 @@ class WholeModel(LayerStack):
         if value.shape != parameter.shape:
             remedy = f"the model has {name} of shape {tuple(parameter.shape)}"
             raise FieldError("weights", description(value), remedy)
+        if value.is_floating_point() and value.dtype not in PLAIN:
+            remedy = f"{name} needs float32, bfloat16, float16 or float64: numbers without scales"
+            raise FieldError("weights", Described(f"a tensor of {value.dtype}"), remedy)
         if value.is_floating_point() != parameter.is_floating_point():
             remedy = f"the model has {name} of type {parameter.dtype}"
             raise FieldError("weights", Described(f"a tensor of {value.dtype}"), remedy)

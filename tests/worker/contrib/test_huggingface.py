@@ -157,6 +157,35 @@ def test_the_loss_of_routers_is_that_of_the_whole_model(family: str, data: str) 
     compare(stack, replicas(stack), microbatch, plain)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "share"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 0.5),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4}, 1.0),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [2, 2, 2]}, None),
+        (
+            "dbrx",
+            {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 48}},
+            None,
+        ),
+    ],
+)
+def test_operations_of_the_chosen_experts_count(
+    family: str, changes: dict[str, Any], share: float | None
+) -> None:
+    """0 if it is not known how many a token chooses."""
+    given = transformers.AutoConfig.for_model(family, **{**SIZES, **changes})
+    stack = from_huggingface(given)
+    found = stack.training_flops(10)
+    if share is None:
+        assert found == 0
+        return
+    sizes = {name: p.numel() for name, p in stack._skeleton.model.named_parameters()}
+    experts = sum(n for name, n in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]
+    assert found == pytest.approx(60 * (others + share * experts))
+
+
 def test_a_model_that_has_run_passes_its_routers_logits_on() -> None:
     """Its hooks are on the routers of its own blocks, which the last layer does not have."""
     wanted = config("mixtral", output_router_logits=True)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.launcher.cli import main
+from elastic.worker.contrib.huggingface.export import to_huggingface
 from elastic.worker.contrib.huggingface.stack import from_huggingface
 from elastic.worker.contrib.megatron.huggingface.config import megatron_config
 from elastic.worker.contrib.megatron.stack import MegatronStack, from_megatron
@@ -148,18 +150,67 @@ def test_both_kinds_of_layers_need_the_same_operations(name: str, tmp_path: Path
     assert 0 <= from_huggingface(given).training_flops(100) - here < 0.02 * here
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-some"])
+def test_the_loss_of_evenly_used_experts_is_that_of_transformers(
+    name: str, tmp_path: Path, alone: TensorParallel
+) -> None:
+    """All logits of the routers are 0."""
+    given = config_of(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    model, source = model_of(given), tmp_path / "model"
+    with torch.no_grad():
+        for parameter, value in model.named_parameters():
+            if parameter.endswith("mlp.gate.weight"):
+                value.zero_()
+    model.save_pretrained(source)
+    labels = torch.cat([torch.full((2, 1), -100), rows()[:, 1:]], dim=1)
+    outputs = model(input_ids=rows(), labels=labels, use_cache=False)
+    assert outputs.aux_loss.item() == pytest.approx(2.0)
+    loss = run(layers_of(stack_of(source, source), alone), [2], Microbatch(0, 0, fields_of(rows())))
+    assert loss == pytest.approx(outputs.loss.item(), abs=0.02)  # a row more has logits there
+
+
+def test_initial_values_are_as_large_as_those_of_transformers(
+    tmp_path: Path, alone: TensorParallel
+) -> None:
+    config_of("llama", initializer_range=0.02).save_pretrained(tmp_path)
+    block = layers_of(stack_of(tmp_path), alone)[1].module
+    for name in ("self_attention.linear_proj", "mlp.down", "mlp.up", "self_attention.linear_qkv"):
+        assert block.get_parameter(f"layer.{name}.weight").std().item() == pytest.approx(
+            0.02, rel=0.15
+        )
+
+
+ROPE = "LlamaConfig.rope_parameters"
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "fields", "text"),
     [
         ("llama", {"attention_bias": True}, {}, "LlamaConfig.attention_bias: True"),
         ("llama", {"hidden_act": "gelu"}, {}, "LlamaConfig.hidden_act: 'gelu'"),
+        ("llama", {"is_causal": False}, {}, "LlamaConfig.is_causal: False"),
+        ("llama", {"dtype": "float64"}, {}, "LlamaConfig.dtype: torch.float64"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            {},
+            "LlamaConfig.quantization_config: a quantization",
+        ),
         ("mistral", {"sliding_window": 8}, {}, "MistralConfig.sliding_window: 8 .* at least max"),
         ("mixtral", {"router_jitter_noise": 0.1}, {}, "MixtralConfig.router_jitter_noise: 0.1"),
+        ("mixtral", {"num_experts_per_tok": 1}, {}, "MixtralConfig.num_experts_per_tok: 1 .* 2"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, {}, "Qwen3MoeConfig.decoder_sparse_step: 0"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
             {},
-            "LlamaConfig.rope_parameters: .* rope_type default, or llama3",
+            f"{ROPE}.rope_type: 'yarn' .* default or llama3",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3, "high_freq_factor": 2.0}},
+            {},
+            f"{ROPE}.high_freq_factor: 2.0 .* 4.0 is a constant",
         ),
         ("llama", {}, {"hidden_sizes": 3}, "fields: 'hidden_sizes' .* fields of megatron's Trans"),
     ],
@@ -194,6 +245,51 @@ def test_weights_of_another_model_are_named(
     config_of("llama", **changes).save_pretrained(tmp_path / "model")
     with pytest.raises(FieldError, match=text):
         layers_of(stack_of(tmp_path / "model", tmp_path / "weights"), alone)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_weights_that_would_be_left_out_are_named(
+    family: str, tmp_path: Path, alone: TensorParallel
+) -> None:
+    model_of(config_of(family, head_dim=8)).save_pretrained(tmp_path / "weights")
+    config_of("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(FieldError, match=r"it has .*(bias|norm.weight), which this model does not"):
+        stack_of(tmp_path / "model", tmp_path / "weights")
+
+
+def test_numbers_with_scales_are_named(tmp_path: Path, alone: TensorParallel) -> None:
+    config_of("llama").save_pretrained(tmp_path)
+    values = model_of(config_of("llama")).state_dict()
+    values["model.layers.1.mlp.up_proj.weight"] = torch.ones(48, 32).to(torch.float8_e4m3fn)
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(FieldError, match=r"float8_e4m3fn.*up_proj.weight needs float32"):
+        layers_of(stack_of(tmp_path, tmp_path), alone)
+    with pytest.raises(FieldError, match=r"float8_e4m3fn.*up_proj.weight needs float32"):
+        replicas(from_huggingface(tmp_path))
+
+
+def test_a_head_that_is_not_tied_any_more_is_named(tmp_path: Path, alone: TensorParallel) -> None:
+    """In files, and in a checkpoint. A tied matrix may have either name."""
+    config_of("tied").save_pretrained(tmp_path)
+    values = dict(model_of(config_of("tied")).state_dict())
+    head = values.pop("lm_head.weight")
+    table = values.pop("model.embed_tokens.weight")
+    path = tmp_path / "model.safetensors"
+    for given in ({"lm_head.weight": head}, {"model.embed_tokens.weight": table}):
+        save_file({**values, **given}, path)
+        layers = layers_of(stack_of(tmp_path, tmp_path), alone)
+        assert torch.equal(layers[-1].module.get_parameter("output.weight"), table)
+    save_file({**values, "lm_head.weight": head + 1, "model.embed_tokens.weight": table}, path)
+    with pytest.raises(FieldError, match=r"are tied in the model, and differ there"):
+        layers_of(stack_of(tmp_path, tmp_path), alone)
+    config, arguments = megatron_config(tmp_path, max_sequence_length=LENGTH)
+    arguments["share_embeddings_and_output_weights"] = False
+    trained = layers_of(from_megatron(config, **arguments), alone)
+    run(trained, [1], Microbatch(0, 0, fields_of(rows())))
+    for layer in trained:
+        layer.update(layer.gradient, 1.0, 0.0)
+    with pytest.raises(FieldError, match=r"head and embedding are tied by its config.json"):
+        to_huggingface(save(trained, tmp_path / "c"), tmp_path, tmp_path / "out")
 
 
 def test_a_checkpoint_of_another_model_is_named(

@@ -21,9 +21,9 @@ from elastic.domain.errors import FieldError, describe, with_place
 from elastic.worker.contrib.huggingface.router_logits import (
     HIDDEN,
     Logits,
-    Places,
+    RouterOutputs,
+    emit_logits,
     recorded,
-    repeat,
 )
 from elastic.worker.model.checks import Described
 from elastic.worker.model.microbatch import Microbatch
@@ -158,7 +158,7 @@ class PassOn(Replacement):
     def forward(self, *args: Any, **named: Any) -> Any:
         call: Call = self.__dict__["call"]
         self.entered(args, named)
-        repeat(self, self.__dict__["index"], call.logits)
+        emit_logits(self, self.__dict__["index"], call.logits)
         return call.result()
 
 
@@ -300,7 +300,7 @@ class Block(nn.Module):
         block: nn.Module,
         index: int,
         recorder: Callable[[torch.device], Recorder],
-        routers: Places,
+        routers: RouterOutputs,
     ) -> None:
         super().__init__()
         self.block, self._index, self._routers = block, index, routers

@@ -22,14 +22,15 @@ from elastic.domain.errors import FieldError
 FLAG, KEY = "output_router_logits", "router_logits"
 HOOKED = "_output_capturing_hooks_installed"
 """Attribute by which a model remembers that its modules have their hooks."""
-Places = Mapping[str, int]
+RouterOutputs = Mapping[str, int]
 """Routers of a block by name, with the place of the logits among the values that they return."""
 HIDDEN = "hidden"
+"""Key of the hidden states in the value between layers, beside those of the logits."""
 Logits = Mapping[str, Tensor]
 """Logits by key: `router_logits.BLOCK.NAME`."""
 
 
-def find_routers(model: PreTrainedModel, path: str) -> list[Places] | None:
+def find_routers(model: PreTrainedModel, path: str) -> list[RouterOutputs] | None:
     """Return the routers of each block; None: the model's loss does not use their logits.
 
     Args:
@@ -38,20 +39,20 @@ def find_routers(model: PreTrainedModel, path: str) -> list[Places] | None:
     Raises FieldError if the model does not say which of its modules are routers.
     """
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    asked = [part.config for part in models if getattr(part.config, FLAG, False)]
-    if not asked:
+    with_loss = [part.config for part in models if getattr(part.config, FLAG, False)]
+    if not with_loss:
         return None
-    recorders = _recorders_of(_owner(model, path))
-    if not recorders:
+    patterns = _patterns_of(_owner(model, path))
+    if not patterns:
         remedy = "set it to False: this model does not say which of its modules are routers"
-        raise FieldError(f"{type(asked[0]).__name__}.{FLAG}", True, remedy)
+        raise FieldError(f"{type(with_loss[0]).__name__}.{FLAG}", True, remedy)
     blocks = model.get_submodule(path)
     return [
         {
-            name: recorder.place
+            name: pattern.place
             for name, part in block.named_modules()
-            for recorder in recorders
-            if recorder.fits(part, f"{path}.{index}.{name}")
+            for pattern in patterns
+            if pattern.fits(part, f"{path}.{index}.{name}")
         }
         for index, block in enumerate(blocks.children())
     ]
@@ -68,7 +69,7 @@ def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorder:
+class _RouterPattern:
     """Which modules the hooks of a model are on, and which of the returned values they record."""
 
     place: int
@@ -85,22 +86,24 @@ class _Recorder:
         return (kind or name) and inside in f"{path}."
 
 
-def _recorders_of(model: PreTrainedModel) -> list[_Recorder]:
+def _patterns_of(model: PreTrainedModel) -> list[_RouterPattern]:
     """Return what the model records as the logits of its routers, as transformers reads it."""
     given = model.can_record_outputs.get(KEY) or []
     found = []
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, str):
-            found.append(_Recorder(1, ending=one))
+            found.append(_RouterPattern(1, ending=one))
         elif isinstance(one, type):
-            found.append(_Recorder(1, kind=one))
+            found.append(_RouterPattern(1, kind=one))
         else:
-            found.append(_Recorder(one.index, one.target_class, one.class_name, one.layer_name))
+            found.append(
+                _RouterPattern(one.index, one.target_class, one.class_name, one.layer_name)
+            )
     return found
 
 
 @contextmanager
-def recorded(block: nn.Module, index: int, routers: Places) -> Iterator[dict[str, Tensor]]:
+def recorded(block: nn.Module, index: int, routers: RouterOutputs) -> Iterator[dict[str, Tensor]]:
     """Collect the logits that the routers of block `index` compute inside the `with` block."""
     found: dict[str, Tensor] = {}
 
@@ -134,7 +137,7 @@ class StandIn(nn.Module):
         return (*[None] * self.place, logits)
 
 
-def add_stand_ins(replacement: nn.Module, block: nn.Module, routers: Places) -> None:
+def add_stand_ins(replacement: nn.Module, block: nn.Module, routers: RouterOutputs) -> None:
     """Give the module that replaces `block` stand-ins of its routers, under their names."""
     for name, place in routers.items():
         *outer, last = name.split(".")
@@ -147,7 +150,7 @@ def add_stand_ins(replacement: nn.Module, block: nn.Module, routers: Places) -> 
         setattr(parent, last, kind(place))
 
 
-def repeat(replacement: nn.Module, index: int, logits: Logits) -> None:
+def emit_logits(replacement: nn.Module, index: int, logits: Logits) -> None:
     """Let the stand-ins of block `index` return its logits, so that the model records them."""
     prefix = f"{KEY}.{index}."
     for key, value in logits.items():

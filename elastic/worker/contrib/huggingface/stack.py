@@ -58,7 +58,7 @@ with needs_extra("hf", "A Hugging Face model"):
         Stop,
     )
     from elastic.worker.contrib.huggingface.router_logits import (
-        Places,
+        RouterOutputs,
         StandIn,
         add_stand_ins,
         find_routers,
@@ -133,7 +133,7 @@ class _Skeleton:
     """Small values with which parameters were made, by name; an initialisation may leave them."""
     adapters: Adapters | None = None
     """Adapters that were added to the model; it may have some of its own beside."""
-    routers: list[Places] | None = None
+    routers: list[RouterOutputs] | None = None
     """Routers of each block whose logits the loss uses; None: it uses none."""
 
     @classmethod
@@ -156,6 +156,7 @@ class _Skeleton:
             registered = known.of(model)
         else:
             raise FieldError("model", description(given), MODEL)
+        refuse_quantized(model.config)
         for name, part in model.named_modules():
             _check_part(name or type(model).__name__, part)
             config = getattr(part, "config", None)
@@ -237,6 +238,14 @@ def config_in(folder: Path) -> PreTrainedConfig:
     except Exception as error:  # a config checks its values in many ways
         remedy = f"its config.json is not that of a model: {describe(error)}"
         raise FieldError("model", str(folder), remedy) from error
+
+
+def refuse_quantized(config: Any) -> None:
+    """Raise FieldError for a model whose numbers are stored with scales beside them."""
+    if getattr(config, "quantization_config", None):
+        remedy = "its weights are quantized: give the folder of the model before that"
+        what = Described("a quantization")
+        raise FieldError(f"{type(config).__name__}.quantization_config", what, remedy)
 
 
 def _check_part(name: str, part: nn.Module) -> None:
@@ -329,14 +338,23 @@ class HuggingFaceStack(WholeModel):
 
     def training_flops(self, tokens: int) -> float:
         """Return six operations per token for each weight that it is multiplied with, four if the
-        weight is frozen. Of experts, the chosen ones count. The products of queries and keys, which
-        depend on the length of the sequences, are left out."""
+        weight is frozen. Of experts, the chosen ones count; 0 if their form is not the usual one.
+        The products of queries and keys, which depend on the length of the sequences, are left
+        out."""
         chosen = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
         total = 0.0
         for module in self._empty:
+            experts = {
+                id(weight)
+                for name, part in module.named_modules()
+                if name.rpartition(".")[2] == "experts"
+                for weight in part.parameters()
+            }
             for weight in multiplied(module):
                 share = 1.0
-                if weight.ndim == 3 and chosen:  # a matrix of each expert
+                if id(weight) in experts:  # a matrix of each expert
+                    if weight.ndim != 3 or not isinstance(chosen, int):
+                        return 0.0
                     share = min(1.0, chosen / len(weight))
                 total += (6.0 if weight.requires_grad else 4.0) * share * weight.numel()
         return tokens * total
@@ -378,7 +396,7 @@ class HuggingFaceStack(WholeModel):
             self._add_stand_ins(model, skeleton.routers)
         return Last(model, call, self._behind, self._loss)
 
-    def _add_stand_ins(self, model: nn.Module, routers: list[Places]) -> None:
+    def _add_stand_ins(self, model: nn.Module, routers: list[RouterOutputs]) -> None:
         """Give a copy of the model, in which `PassOn` replaces the blocks, their routers."""
         forget_hooks(model)
         replaced = cast(nn.ModuleList, model.get_submodule(self._skeleton.path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -26,6 +27,10 @@ class Weights:
         self._files = files
         self.prefix = ""
         """Beginning of names that a file of the model without its head leaves out."""
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all tensors, as they are stored."""
+        return self._files.keys()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or name.removeprefix(self.prefix) in self._files

@@ -135,7 +135,7 @@ def from_megatron(
         model,
         micro_batch_size=whole_number("micro_batch_size", micro_batch_size, 1),
         seed=whole_number("seed", seed),
-        weights=None if weights is None else _stored(weights, config),
+        weights=None if weights is None else _stored(weights, config, model),
     )
 
 
@@ -147,14 +147,17 @@ class StoredParameters(Protocol):
         FieldError."""
 
 
-def _stored(weights: str | Path, config: TransformerConfig) -> StoredParameters:
+def _stored(
+    weights: str | Path, config: TransformerConfig, model: LanguageModel
+) -> StoredParameters:
     if isinstance(weights, str | Path) and any(is_file(Path(weights) / n) for n in (INDEX, SINGLE)):
         from elastic.worker.contrib.huggingface.weights import weights_in  # needs the extra hf
         from elastic.worker.contrib.megatron.huggingface.weights import HuggingFaceWeights
 
         found = weights_in(Path(weights))
         assert found is not None
-        return HuggingFaceWeights(Path(weights), found, config)
+        tied = model.share_embeddings_and_output_weights
+        return HuggingFaceWeights(Path(weights), found, config, tied=tied)
     from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint  # slow
 
     return MegatronCheckpoint(weights, config.num_layers)

@@ -14,7 +14,7 @@ from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.huggingface.stack import config_in
 from elastic.worker.contrib.megatron.huggingface import names
-from elastic.worker.contrib.megatron.huggingface.config import translated
+from elastic.worker.contrib.megatron.huggingface.config import config_and_arguments
 from elastic.worker.contrib.megatron.huggingface.names import Heads
 from elastic.worker.contrib.megatron.stack import MegatronStack, from_megatron
 from elastic.worker.replica.export import checkpoint_runs, parameters
@@ -28,13 +28,13 @@ def tensors_of(
     """Yield the parameters of a checkpoint under the names with which transformers stores them.
 
     With `in_memory`, under those of the model's state_dict: a matrix of all experts is one tensor
-    there, and tied parameters are given under each name. Values are added to `digest`. A layer is
-    in memory. Raises FieldError unless the model in the folder `source` is the one that was
-    trained.
+    there, and tied parameters are given under each name. Values are added to `digest`. Only one
+    layer is in memory at a time. Raises FieldError unless the model in the folder `source` is the
+    one that was trained.
     """
     given = config_in(source)
     try:
-        config, arguments = translated(given, max_sequence_length=1)
+        config, arguments = config_and_arguments(given, max_sequence_length=1)
     except FieldError as error:
         raise FieldError("--model", str(source), f"its config.json does not fit: {error}") from None
     stack = from_megatron(config, **arguments)
@@ -43,15 +43,21 @@ def tensors_of(
         what = f"it has {config.num_layers} blocks, and the checkpoint {manifest.n_layers - 2}"
         raise FieldError("--model", str(source), f"{what}: {MODEL}")
     heads = Heads(config.num_attention_heads, config.num_query_groups, config.kv_channels)
-    left_out = bool(stack.tied) and not in_memory
+    tied, table = bool(stack.tied), b""
     mixtral = given.model_type == "mixtral" and not in_memory
     for layer, runs in enumerate(checkpoint_runs(path)):
         held = list(parameters(runs))
         _check(stack, source, layer, {name: values.shape for name, _, values in held})
         for name, dtype, values in held:
             digest.update(values.data)
-            if name == names.HEAD and left_out:
-                continue
+            if tied and name == names.TABLE:
+                table = hashlib.sha256(values.data).digest()
+            if tied and name == names.HEAD:
+                if hashlib.sha256(values.data).digest() != table:
+                    what = "head and embedding are tied by its config.json, and differ in the"
+                    raise FieldError("--model", str(source), f"{what} checkpoint: {MODEL}")
+                if not in_memory:
+                    continue
             found = _named(layer - 1, name, values, heads, mixtral=mixtral)
             if in_memory and values.ndim == 3:
                 found = _fused(layer - 1, name, {one: value for one, _, value in held})

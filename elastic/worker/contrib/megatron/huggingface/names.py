@@ -11,6 +11,7 @@ Source: `linear_qkv` in megatron-core's attention, and the files of the models o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 """Parameters before and behind the blocks."""
-HEAD = "output.weight"
+TABLE, HEAD = "embedding.word_embeddings.weight", "output.weight"
 BLOCK = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -41,6 +42,21 @@ MIXTRAL, OTHERS = (
     ("mlp", {"mlp.gate": "gate_proj", "mlp.up": "up_proj", "mlp.down": "down_proj"}),
 )
 """Name of the mixture in a block, and of the matrices of its experts."""
+_OTHER_NAMES = (
+    r"self_attn\.[qkv]_proj\.weight|mlp\.gate\.weight|block_sparse_moe\.gate\.weight"
+    r"|mlp\.experts\.(\d+\.(gate|up|down)_proj\.weight|gate_up_proj|down_proj)"
+    r"|block_sparse_moe\.experts\.\d+\.w[123]\.weight"
+)
+
+
+def is_known(name: str, *, biases: bool, norms: bool) -> bool:
+    """Return whether a model has parameter `name` in a block, named as there. `biases`: of queries,
+    keys and values; `norms`: of queries and keys."""
+    if re.fullmatch(r"self_attn\.[qk]_norm\.weight", name):
+        return norms
+    if re.fullmatch(r"self_attn\.[qkv]_proj\.bias", name):
+        return biases
+    return name in BLOCK.values() or re.fullmatch(_OTHER_NAMES, name) is not None
 
 
 def block_prefix(block: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from elastic.worker.contrib.huggingface.weights import Weights
 from elastic.worker.contrib.megatron.huggingface import names
 from elastic.worker.contrib.megatron.huggingface.names import Heads
 from elastic.worker.contrib.megatron.layers import TransformerConfig
-from elastic.worker.model.checks import description
+from elastic.worker.contrib.whole_model import PLAIN
+from elastic.worker.model.checks import Described, description
 
 MODEL = "weights of a model with the same config are needed"
 
@@ -22,14 +24,33 @@ class HuggingFaceWeights:
     """Parameters of a language model, by megatron's names. Raises FieldError for what is absent or
     has another shape."""
 
-    def __init__(self, folder: Path, stored: Weights, config: TransformerConfig) -> None:
+    def __init__(
+        self, folder: Path, stored: Weights, config: TransformerConfig, *, tied: bool
+    ) -> None:
+        """`tied`: whether head and embedding share a matrix. Raises FieldError for files of a model
+        that has other parameters."""
         self._folder, self._stored, self._blocks = folder, stored, int(config.num_layers)
+        self._tied = tied
         stored.prefix = "model."  # files of the model without its head leave it out
-        if f"{names.block_prefix(self._blocks)}input_layernorm.weight" in stored:
-            remedy = f"it has more than {self._blocks} blocks: {MODEL}"
-            raise FieldError("weights", str(folder), remedy)
         self._heads = Heads(config.num_attention_heads, config.num_query_groups, config.kv_channels)
-        self._mixtral = names.router_name(0, mixtral=True) in stored
+        self._mixtral = any(names.MIXTRAL[0] in name for name in stored.names())
+        self._refuse_unknown(config)
+
+    def _refuse_unknown(self, config: TransformerConfig) -> None:
+        """Raise FieldError for a tensor that the layers would leave out: a bias, a norm, a scale, a
+        block."""
+        biases, norms = config.add_qkv_bias, config.qk_layernorm
+        for name in self._stored.names():
+            found = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", name)
+            if found is None:
+                continue
+            if int(found[1]) >= self._blocks:
+                remedy = f"it has more than {self._blocks} blocks: {MODEL}"
+                raise FieldError("weights", str(self._folder), remedy)
+            known = names.is_known(found[2], biases=biases, norms=norms)
+            if not known and not found[2].endswith("rotary_emb.inv_freq"):
+                remedy = f"it has {name}, which this model does not use: {MODEL}"
+                raise FieldError("weights", str(self._folder), remedy)
 
     def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
         """Return the whole parameter `name` of a layer, of this shape."""
@@ -41,7 +62,7 @@ class HuggingFaceWeights:
 
     def _read(self, block: int, name: str, shape: Sequence[int]) -> Tensor:
         if name in names.OUTSIDE:
-            return self._tensor(names.OUTSIDE[name])
+            return self._outside(names.OUTSIDE[name])
         inner = name.removeprefix("layer.")
         if inner.startswith(names.JOINED):
             return self._joined(block, inner.removeprefix(names.JOINED))
@@ -53,6 +74,18 @@ class HuggingFaceWeights:
             remedy = f"no transformers model has {name}: use the config of megatron_config"
             raise FieldError("weights", str(self._folder), remedy)
         return self._tensor(f"{names.block_prefix(block)}{names.BLOCK[inner]}")
+
+    def _outside(self, name: str) -> Tensor:
+        """Return a tensor before or behind the blocks. Files of a model with a tied head may have
+        the matrix under either name; two matrices that differ are not tied."""
+        head, table = names.OUTSIDE[names.HEAD], names.OUTSIDE[names.TABLE]
+        if name != table or not self._tied or head not in self._stored:
+            return self._tensor(name)
+        value = self._tensor(head)
+        if table in self._stored and not torch.equal(self._tensor(table), value):
+            remedy = f"{table} and {head} are tied in the model, and differ there: {MODEL}"
+            raise FieldError("weights", str(self._folder), remedy)
+        return value
 
     def _joined(self, block: int, kind: str) -> Tensor:
         parts = []
@@ -80,4 +113,8 @@ class HuggingFaceWeights:
         if name not in self._stored:
             remedy = f"it has no tensor {name}: {MODEL}"
             raise FieldError("weights", str(self._folder), remedy)
-        return self._stored(name)
+        value = self._stored(name)
+        if value.dtype not in PLAIN:
+            remedy = f"{name} needs float32, bfloat16, float16 or float64: numbers without scales"
+            raise FieldError("weights", Described(f"a tensor of {value.dtype}"), remedy)
+        return value
