@@ -163,11 +163,7 @@ def test_the_loss_of_routers_is_that_of_the_whole_model(family: str, data: str) 
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 0.5),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4}, 1.0),
         ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [2, 2, 2]}, None),
-        (
-            "dbrx",
-            {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 48}},
-            None,
-        ),
+        ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, None),
     ],
 )
 def test_operations_of_the_chosen_experts_count(
