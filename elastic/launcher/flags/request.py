@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from elastic.command_line import file_errors
 from elastic.config import FILE, JobConfig, is_url, load_config
@@ -134,11 +135,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         certs=certs,
         certs_name=certs_name,
         faults=flags.fault,
-        domains=flags.domain or (),
-        devices=flags.device or (),
-        lifetimes_s=flags.lifetime or (),
-        peak_tflops=flags.peak_tflops or (),
-        node_memories_bytes=flags.node_memory or (),
+        **_per_node(flags),
         **{name: getattr(flags, name) for name in SAME_NAME},
     )
     return Request(
@@ -153,6 +150,17 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         endpoint_flag=validators.endpoint_flag(flags),
         guard=guard,
     )
+
+
+def _per_node(flags: SimpleNamespace) -> dict[str, Any]:
+    """Return the fields of JobConfig that have a value for each local node, or one for all."""
+    return {
+        "domains": flags.domain or (),
+        "devices": flags.device or (),
+        "lifetimes_s": flags.lifetime or (),
+        "peak_tflops": flags.peak_tflops or (),
+        "node_memories_bytes": flags.node_memory or (),
+    }
 
 
 def _check_combinations(flags: SimpleNamespace, nproc: int) -> None:
