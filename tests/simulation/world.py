@@ -472,7 +472,13 @@ class World:
             process.end(-9)  # its launcher starts no agent after the job
             return
         args = SimpleNamespace(
-            node=host.name, domain="", host=host.address, device="", lifetime=0.0, memory=0
+            node=host.name,
+            domain="",
+            host=host.address,
+            device="",
+            peak_tflops=0.0,
+            lifetime=0.0,
+            memory=0,
         )
         info = agent_service._node_info(args, self.config)
 
