@@ -102,7 +102,11 @@ def command_part(path: str, command: click.Command) -> str:
     usage = " ".join(command.collect_usage_pieces(click.Context(command)))
     title = f"\n## {path}\n\n    {path} {usage}\n\n{inspect.cleandoc(command.help or '')}"
     if not isinstance(command, RunCommand):
-        options = [param for param in command.params if isinstance(param, click.Option)]
+        options = [
+            param
+            for param in command.params
+            if isinstance(param, click.Option) and not param.hidden
+        ]
         return f"{title}\n\n{table(map(option_row, options))}"
     if path == "elastic run":
         tables = [(title, options) for title, options in command.sections.items()]

@@ -136,7 +136,7 @@ OURS = (
          help="keep the newest N checkpoints of this run, and remove older ones; 0: keep all"),
     flag("--resume", metavar="LOCATION",
          help="start from this checkpoint; auto: from the newest of this job in --checkpoint-dir, "
-              "if any"),
+              "else of another one, if any"),
     flag("--domain", type=NAMES,
          help="failure domain of this node; with --standalone one for each, comma-separated"),
     flag("--profile", type=PROFILE, help="file of `elastic profile`, from which plans are made"),
@@ -195,9 +195,9 @@ OURS = (
          help="address of this machine under which metrics are served"),
     flag("--track", type=TARGET, multiple=True,
          help="write metrics to tensorboard:FOLDER, wandb:PROJECT, mlflow:EXPERIMENT or "
-              "callback:MODULE:NAME, on the machine of the coordinator"),
+              "callback:MODULE:NAME, on the machine of the coordinator; repeatable"),
     flag("--fault", type=FAULT, multiple=True,
-         help='inject a fault, as "kill node=2 step=3 microbatch=5"'),
+         help='inject a fault, as "kill node=2 step=3 microbatch=5"; repeatable'),
 )
 
 RAY = (
