@@ -292,7 +292,7 @@ def fault_mark(run_dir: str | Path, number: int) -> Path:
 
 
 def _check(config: JobConfig) -> None:
-    """Raise FieldError, naming the command-line flag, for the first invalid value."""
+    """Raise FieldError for the first invalid value. The error names the flag of this value."""
     _check_size(config)
     _check_per_node(config)
     _check_times(config)

@@ -173,7 +173,7 @@ class Plan:
         return {node: group for group in groups.values() for node in group}
 
     def peer_of(self, node: str) -> str | None:
-        """Return the peer of `node`, or None."""
+        """Return the peer of `node`, which keeps its copies. None: it has no peer."""
         return dict(self.peers).get(node)
 
 

@@ -24,7 +24,7 @@ def peak_of(plan: Plan, members: Mapping[str, Member]) -> float:
 
 
 def mfu(spec: JobSpec | None, seconds: float, peak_tflops: float) -> float:
-    """Return the utilisation in a step of `seconds`; 0: unknown."""
+    """Return the utilisation of a step that took `seconds`. 0 means that it is unknown."""
     if spec is None or seconds <= 0 or not peak_tflops:
         return 0.0
     return spec.flops_per_microbatch * spec.n_microbatches / (seconds * peak_tflops * 1e12)

@@ -148,8 +148,8 @@ def _is_taken(address: str) -> bool:
 
 
 def _label(request: Request) -> str:
-    """Return the node in the JSON lines of the launcher: its own, or coordinator; a launcher of
-    several nodes is none of them."""
+    """Return the name of the launcher in its JSON lines: that of its only node, or of its
+    coordinator if it starts no node, or "launcher" if it starts several nodes."""
     if len(request.nodes) > 1:
         return "launcher"
     return request.nodes[0] if request.nodes else request.config.coordinator_name or "coordinator"

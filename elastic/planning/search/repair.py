@@ -1,7 +1,9 @@
 """Repairs the damaged pipelines of a plan, and leaves the others alone.
 
-The others go on computing while the damaged ones are repaired (docs/design/local-recovery.md).
-So they keep their nodes, cuts and schedules. The nodes that no whole pipeline uses, spares among
+It is the planner's part of a recovery in which the others go on computing meanwhile. The
+coordinator does not use it yet (docs/design/local-recovery.md).
+
+The others keep their nodes, cuts and schedules. The nodes that no whole pipeline uses, spares among
 them, form new pipelines in the place of the damaged ones.
 """
 
@@ -50,8 +52,8 @@ def repair(request: PlanRequest) -> Plan | None:
 
 
 def _whole_pipelines(current: Plan, here: set[str]) -> list[Pipeline]:
-    """Return the pipelines all of whose nodes are `here`, and share no node with a damaged one: a
-    node halts as a whole."""
+    """Return the pipelines that lost no node, and share none with a pipeline that did. A node halts
+    in all its pipelines, so a shared node damages both."""
     whole = [pipeline for pipeline in current.pipelines if _nodes_of(pipeline) <= here]
     while True:
         damaged = {n for p in current.pipelines if p not in whole for n in _nodes_of(p)}

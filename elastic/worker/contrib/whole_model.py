@@ -54,7 +54,7 @@ def values_of(model: nn.Module) -> Values | None:
 
 
 def reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the method that draws the initial values of a module, if it has one."""
+    """Return the method with which a module draws its initial values. None: it has none."""
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(type(module), name, None)):
             return cast(Callable[[], object], getattr(module, name))

@@ -95,7 +95,7 @@ class LayerStack(ABC):
 
     @abstractmethod
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        """Build layer `index` with its initial values, which depend on (seed, index) alone."""
+        """Build layer `index`. Its initial values depend on nothing but (seed, index)."""
 
     def tensor_parallel(
         self, rank: int, size: int, store_path: str, device: torch.device

@@ -101,7 +101,7 @@ def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
 
 
 def composition(scenario: Scenario, traces: Sequence[Trace]) -> dict[NodeType, float]:
-    """Return the share of node time of each type in the traces, without types that they lack."""
+    """Return each type's share of the node time in the traces. Types without nodes are left out."""
     type_of, seconds = _types_of(scenario), defaultdict[NodeType, float](float)
     for trace in traces:
         for added, _, until in node_lifetimes(trace):

@@ -83,7 +83,7 @@ def named_tensors(
     Tied parameters are given under each name, as in a model's state_dict. The values are added to
     `digest`. Raises FieldError for a checkpoint of another model.
     """
-    tensors = _all_tensors(_stack_of(model), path, model, digest, copies=True)
+    tensors = _tensors(_stack_of(model), path, model, digest, copies=True)
     return _shards(tensors, shard_bytes)
 
 
@@ -114,7 +114,7 @@ def _write(
     of the parameters, if all have the same."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
     step, dtypes = SavedCheckpoint(path).manifest.step, set()
-    for shard in _shards(_all_tensors(stack, path, source, digest), shard_bytes):
+    for shard in _shards(_tensors(stack, path, source, digest), shard_bytes):
         files += 1
         safetensors_stream.write(folder / f"part-{files}", shard, {"format": "pt"})
         for tensor in shard:
@@ -133,24 +133,6 @@ def _write(
     return found
 
 
-def _all_tensors(
-    stack: HuggingFaceStack,
-    path: str,
-    source: Path,
-    digest: hashlib._Hash,
-    *,
-    copies: bool = False,
-) -> Iterator[RawTensor]:
-    """As `_tensors`, also for a checkpoint of megatron-core's layers."""
-    saved = SavedCheckpoint(path)
-    first = parameters([saved.state(0, shard) for shard in range(saved.manifest.tp)])
-    if all(name != MEGATRONS_FIRST for name, _, _ in first):
-        return _tensors(stack, path, source, digest, copies=copies)
-    from elastic.worker.contrib.megatron.huggingface.export import tensors_of  # extra megatron
-
-    return tensors_of(path, source, digest, in_memory=copies)
-
-
 def _tensors(
     stack: HuggingFaceStack,
     path: str,
@@ -161,9 +143,16 @@ def _tensors(
 ) -> Iterator[RawTensor]:
     """Yield the parameters under the model's names; add those of the checkpoint to `digest`.
     `copies`: yield those that are tied to another one, too."""
+    saved = SavedCheckpoint(path)
+    manifest = saved.manifest
+    embedding = parameters([saved.state(0, shard) for shard in range(manifest.tp)])
+    if any(name == MEGATRONS_FIRST for name, _, _ in embedding):
+        from elastic.worker.contrib.megatron.huggingface.export import tensors_of  # extra megatron
+
+        yield from tensors_of(path, source, digest, in_memory=copies)
+        return
     firsts = {owner: group[0] for group in stack.tied for owner in group}
     seen: dict[tuple[int, str], bytes] = {}
-    manifest = SavedCheckpoint(path).manifest
     layers = manifest.n_layers
     if layers != stack.n_layers:
         what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"

@@ -27,10 +27,11 @@ def tensors_of(
 ) -> Iterator[RawTensor]:
     """Yield the parameters of a checkpoint under the names with which transformers stores them.
 
-    With `in_memory`, under those of the model's state_dict: a matrix of all experts is one tensor
-    there, and tied parameters are given under each name. Values are added to `digest`. Only one
-    layer is in memory at a time. Raises FieldError unless the model in the folder `source` is the
-    one that was trained.
+    `in_memory`: use the names of the model's state_dict instead. It has one tensor for the matrices
+    of all experts, and tied parameters under each of their names.
+
+    Values are added to `digest`. Only one layer is in memory at a time. Raises FieldError
+    unless the model in the folder `source` is the one that was trained.
     """
     given = config_in(source)
     try:
@@ -93,7 +94,8 @@ def _named(
 def _fused(
     block: int, name: str, held: Mapping[str, NDArray[np.generic]]
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Yield a matrix of all experts as it is in a model's state_dict; the first two are one."""
+    """Yield the matrix of all experts that the model's state_dict has. It joins `gate` and `up` in
+    one matrix, so `gate` yields nothing, and `up` yields both."""
     prefix, gate, up = f"{names.block_prefix(block)}mlp.experts.", "layer.mlp.gate", "layer.mlp.up"
     if name == up:
         yield f"{prefix}gate_up_proj", np.concatenate([held[gate], held[up]], axis=1)
