@@ -28,16 +28,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import operator
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from elastic.core.job.state import JobState, Member
 from elastic.core.protocol.election import retry_s
-from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
 from elastic.store.interface import (
     Conflict,
@@ -195,37 +194,53 @@ def _first_lines(lines: Iterable[bytes]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-MEMBER_REST = tuple(field.name for field in dataclasses.fields(Member))[2:]
-"""Fields of a member after `report` and `seen`."""
-_member_rest = operator.attrgetter(*MEMBER_REST)
+NO_FIELDS: Mapping[str, Callable[[Any], str]] = MappingProxyType({})
+
+
+class _Texts:
+    """Texts of the fields of one object, each kept while the field has the same value."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def encode(self, value: Any, inner: Mapping[str, Callable[[Any], str]] = NO_FIELDS) -> str:
+        """Return the same text as `codec.dumps(value)`. `inner`: functions that encode fields."""
+        known, parts = self._known, []
+        for name in field_names(type(value)):
+            part = getattr(value, name)
+            if name in inner:
+                text = inner[name](part)
+            elif name in known and known[name][0] is part:
+                text = known[name][1]
+            else:
+                text = codec.dumps(part)
+                known[name] = part, text
+            parts.append(f'"{name}":{text}')
+        return f"{{{','.join(parts)}}}"
+
+
+@cache
+def field_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields."""
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 class StateEncoder:
     """Encodes states as `elastic.domain.codec` does, and reuses the text of unchanged parts.
 
     Parts of a state are immutable, so the same object has the same text. In a job of thousands of
-    nodes few parts change between two saves, and the assignment alone has tens of thousands of
-    recipes. Not thread-safe.
+    nodes few parts change between two saves: heartbeats change a time and two numbers of a member,
+    and the assignment alone has tens of thousands of recipes. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._fields: dict[str, tuple[Any, str]] = {}
-        self._members: dict[str, tuple[NodeReport, tuple[Any, ...], str, str]] = {}
+        self._state = _Texts()
+        self._members: dict[str, tuple[_Texts, _Texts]] = {}
+        """Texts of each member, and of its report."""
 
     def encode(self, state: JobState) -> str:
         """Return the same text as `codec.dumps(state)`."""
-        parts = []
-        for field in dataclasses.fields(state):
-            name, value = field.name, getattr(state, field.name)
-            text = self._encode_members(value) if name == "members" else self._encode(name, value)
-            parts.append(f'"{name}":{text}')
-        return f"{{{','.join(parts)}}}"
-
-    def _encode(self, name: str, value: Any) -> str:
-        known = self._fields.get(name)
-        if known is None or known[0] is not value:
-            known = self._fields[name] = (value, codec.dumps(value))
-        return known[1]
+        return self._state.encode(state, {"members": self._encode_members})
 
     def _encode_members(self, members: dict[str, Member]) -> str:
         for node in self._members.keys() - members.keys():
@@ -233,11 +248,5 @@ class StateEncoder:
         return f"{{{','.join([self._encode_member(n, mb) for n, mb in members.items()])}}}"
 
     def _encode_member(self, node: str, member: Member) -> str:
-        """Encode a member; keep the texts around `seen`, which every heartbeat changes."""
-        known, report, rest = self._members.get(node), member.report, _member_rest(member)
-        if known is None or known[0] is not report or known[1] != rest:
-            before = f'{json.dumps(node)}:{{"report":{codec.dumps(report)},"seen":'
-            fields = zip(MEMBER_REST, rest, strict=True)
-            after = "".join(f',"{name}":{codec.dumps(value)}' for name, value in fields) + "}"
-            known = self._members[node] = (report, rest, before, after)
-        return f"{known[2]}{codec.dumps(member.seen)}{known[3]}"
+        texts, report = self._members.setdefault(node, (_Texts(), _Texts()))
+        return f"{json.dumps(node)}:{texts.encode(member, {'report': report.encode})}"
