@@ -106,6 +106,10 @@ class SimulatedWorld:
         """Return the seconds to write or to read a durable checkpoint."""
         return self.physics.storage_s(self.state_bytes, self.devices(nodes))
 
+    def host_copy_s(self, nodes: int) -> float:
+        """Return the seconds to copy the state to host memory, each part on one device."""
+        return self.physics.host_copy_s(self.state_bytes, self.devices(nodes))
+
     @property
     def link_bytes_per_s(self) -> float:
         """Bandwidth of one node, all its devices together."""

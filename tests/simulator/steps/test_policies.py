@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
-from elastic_sim.replay.replay import PolicyRun, replay, run_one
+from elastic_sim.replay.replay import replay, run_one
 from elastic_sim.steps.clusters import JOBS, TrainingSetup, node_type_of, training_of
-from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.physics import (
     ClusterPhysics,
     physics_from_settings,
@@ -19,56 +17,19 @@ from elastic_sim.steps.policies.ours import SCHEMES
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
+from elastic_sim.traces.trace import ADD, REMOVE, Event, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
 from tests.simulator.steps.node_time import node_ms, present_ms
+from tests.simulator.steps.policy_runs import QUIET, outcome, run, trace, world
 
-QUIET = ClusterPhysics(boot_s=0.0, noise=0.0)
 RANDOM = (
     "ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo",
     "oobleck", "parcae", "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle",
     "ceiling",
 )  # fmt: skip
-
-
-@cache
-def world(
-    model: str = "bert-large", kind: str = "a40", physics: ClusterPhysics = QUIET
-) -> SimulatedWorld:
-    """Few micro-batches, so that plans are found quickly."""
-    training = training_of(model)
-    return SimulatedWorld(
-        replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics
-    )
-
-
-def trace(
-    n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0
-) -> Trace:
-    """`n` nodes from the start."""
-    there = [Event(0.0, ADD, f"n{i}") for i in range(n)]
-    return build_trace(
-        [
-            *there,
-            *(
-                Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0)
-                for at, kind, node in events
-            ),
-        ],
-        end_s,
-    )
-
-
-def run(policy: str, of: Trace, **kwargs: object) -> PolicyRun:
-    return run_one(world(**kwargs), of, policy, 0, keep=True)
-
-
-def outcome(run: PolicyRun) -> SimulationResult:
-    assert run.outcome is not None
-    return run.outcome
 
 
 @pytest.mark.parametrize("policy", RANDOM)
@@ -238,10 +199,13 @@ def test_varuna_goes_back_to_the_tenth_step() -> None:
 
 
 def test_varuna_writes_a_checkpoint_on_notice() -> None:
-    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    """The regular checkpoint before the loss is that of step 350, at 965.7 s."""
+    noticed, sudden = (
+        trace(6, (990.0, REMOVE, "n2"), notice_s=notice_s) for notice_s in (120.0, 0.0)
+    )
     found = outcome(run("varuna", noticed))
     assert any(d.change.reason.startswith("notice") for d in found.decisions)
-    assert found.samples > run("varuna", LOSS).samples
+    assert found.samples > run("varuna", sudden).samples
 
 
 def test_bamboo_takes_over_one_loss_and_restarts_after_adjacent_ones() -> None:
