@@ -232,11 +232,41 @@ def test_bamboo_counts_successive_losses_as_adjacent_until_rebalanced() -> None:
 
 
 def test_recycle_keeps_its_grid() -> None:
+    """Two pipelines of three stages; a step without one of the six workers fits no bubbles."""
     found = outcome(run("recycle", LOSS))
     (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    grid = world().varuna(6)
+    assert grid is not None and grid.shape == (2, 3)
     assert loss.change.setup is not None and loss.change.back_to == -1
-    first = found.decisions[0].change.setup
-    assert first is not None and loss.change.setup.step_ms > first.step_ms
+    assert loss.change.setup.nodes == 5
+    assert loss.change.setup.step_ms == round(1000 * world().rerouted_step_s(grid, 1))
+    assert loss.change.setup.step_ms > round(1000 * grid.step_s)
+
+
+@pytest.mark.parametrize(("node", "moves"), [("n0", False), ("n1", True), ("n4", False)])
+def test_recycle_moves_a_worker_to_spread_losses(node: str, moves: bool) -> None:
+    """Two pipelines of four stages: n0 and n4 are the first stage, whose loss moves nobody.
+
+    A moved worker copies a quarter of the state, 5.11 GB, over a link of 1.25 GB/s.
+    """
+    found = outcome(run("recycle", trace(8, (1000.0, REMOVE, node))))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert dict(loss.change.pauses).get(Use.TRANSFER) == (1023 if moves else None)
+
+
+def test_recycle_restarts_if_a_stage_has_lost_all_its_workers() -> None:
+    """n1 and n5 are the two workers of a stage. After the loss of n1, n0 takes its place.
+
+    Four losses one after another leave one worker to each stage.
+    """
+    at_once = trace(8, (1000.0, REMOVE, "n1"), (1000.0, REMOVE, "n5"))
+    found = outcome(run("recycle", at_once))
+    assert any("lost all its peers" in d.change.reason for d in found.decisions)
+    names = ("n1", "n5", "n2", "n3", "n7")
+    apart = trace(8, *((1000.0 + 60 * i, REMOVE, name) for i, name in enumerate(names)))
+    reasons = [d.change.reason for d in outcome(run("recycle", apart)).decisions[1:6]]
+    survived = [f"{i} of 8 workers are missing" for i in range(1, 5)]
+    assert reasons == [*survived, "a stage lost all its peers"]
 
 
 def test_torchft_discards_the_step_and_shrinks_the_batch() -> None:
