@@ -254,6 +254,17 @@ def test_recycle_moves_a_worker_to_spread_losses(node: str, moves: bool) -> None
     assert dict(loss.change.pauses).get(Use.TRANSFER) == (1023 if moves else None)
 
 
+def test_recycle_repeats_the_micro_batches_of_the_lost_worker() -> None:
+    """Step 415 of 2,412 ms is 1,432 ms old. Each pipeline has finished 8 * 0.594 micro-batches.
+
+    Both share those of one pipeline: 8 * 0.594 * 188.5 ms / 2 = 448 ms. Refilling takes 750 ms.
+    """
+    found = outcome(run("recycle", trace(8, (1000.0, REMOVE, "n0"))))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert loss.change.lost_ms == 750 + 448
+    assert found.account.totals()[Use.LOST] == 8 * 1198
+
+
 def test_recycle_restarts_if_a_stage_has_lost_all_its_workers() -> None:
     """n1 and n5 are the two workers of a stage. After the loss of n1, n0 takes its place.
 

@@ -10,9 +10,11 @@ Modelled from its abstract (arXiv 2405.14009), and from public summaries where n
   copies the state from a peer of its new stage. The copies run at the same time (assumed).
 - Nodes that join take the place of lost ones, and copy the state from a peer.
 
-Assumed, because no source tells it: the time of detection; no parameters are moved while training
-continues; the repeated work after a loss (`_fill_holes`); a stage that has lost all its peers
-restarts from a durable checkpoint, written in the background as ours.
+Assumed, because no source tells it: the time of detection; training waits while state is copied; a
+stage that has lost all its peers restarts from a durable checkpoint, written in the background as
+ours; a loss costs what it costs our `recompute`. That is, the gradients that a lost worker had
+accumulated in the running step are lost with it. All pipelines run these micro-batches again, and
+those in flight.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
+from elastic_sim.steps.policies.lost_work import lost_work
 from elastic_sim.steps.rerouted_schedule import spread_losses
 from elastic_sim.steps.world import PricedPlan
 from elastic_sim.traces.trace import Event
@@ -46,13 +49,13 @@ class ReCyclePolicy(PolicyBase):
             reason = "nodes joined" if joined else "too few nodes"
             return self.restart_from_checkpoint(job, self.start(job), reason)
         self._loss_events += bool(lost)
-        used = [event.node for event in lost if self._places.pop(event.node, None) is not None]
+        used = [at for e in lost if (at := self._places.pop(e.node, None)) is not None]
         if not used and not (joined and self._holes(plan)):
             return None
         if used and max(self._lost_per_stage(plan)) >= plan.pipelines:
             reason = "a stage lost all its peers"
             return self.restart_from_checkpoint(job, self.start(job), reason)
-        return self._fill_holes(job, plan, loss=bool(used))
+        return self._fill_holes(job, plan, used)
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         """Restart on a larger grid if that pays off."""
@@ -66,21 +69,28 @@ class ReCyclePolicy(PolicyBase):
 
     # ---- parts ----
 
-    def _fill_holes(self, job: JobView, plan: PricedPlan, *, loss: bool) -> Reconfiguration:
-        """Return the change to the schedule for the workers present."""
+    def _fill_holes(self, job: JobView, plan: PricedPlan, lost: list[int]) -> Reconfiguration:
+        """Return the change to the schedule for the workers present. `lost`: their places."""
         copies = self._use_free_nodes(job, plan)
         copies = self._spread(plan) or copies
         left = len(self._holes(plan))
         step_ms = to_ms(self.world.rerouted_step_s(plan, left))
         setup = self.adjust_setup(job, step_ms=step_ms, nodes=len(self._places))
         parts = pauses(
-            detect_s=self.detect_s if loss else 0.0,
+            detect_s=self.detect_s if lost else 0.0,
             plan_s=self.regroup_s(plan.pipelines, plan.depth),
             transfer_s=self.transfer_s(self.world.state_bytes / plan.depth) if copies else 0.0,
         )
-        lost_ms = to_ms(plan.slowest_stage_s * plan.depth) if loss else 0
+        lost_ms = self._repeated_ms(job, plan, lost) if lost else 0
         reason = f"{left} of {plan.nodes} workers are missing"
         return Reconfiguration(parts, setup, lost_ms=lost_ms, reason=reason)
+
+    def _repeated_ms(self, job: JobView, plan: PricedPlan, lost: list[int]) -> int:
+        """Return the milliseconds of the running step that are repeated after a loss."""
+        names = [plan.plan.nodes()[place] for place in lost]
+        fraction = job.progress_ms / job.length_ms
+        repeated = lost_work(self.world, plan, names, fraction, self.rng, updated=False)
+        return to_ms(repeated.seconds)
 
     def _use_free_nodes(self, job: JobView, plan: PricedPlan) -> bool:
         """Let free nodes take places of lost ones. Return whether any did.
