@@ -27,8 +27,8 @@ from tests.simulator.steps.policy_runs import QUIET, outcome, run, trace, world
 
 RANDOM = (
     "ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo",
-    "oobleck", "parcae", "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle",
-    "ceiling",
+    "oobleck", "parcae", "parcae-fitted", "recycle", "recover", "torchft", "ft-hsdp", "gemini",
+    "spares", "oracle", "ceiling",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_counted_twice(
     assert (found.samples, found.decisions) == (outcome(again).samples, outcome(again).decisions)
     full = there.samples
     shares = {d.change.setup.samples for d in found.decisions if d.change.setup is not None}
-    assert found.samples % full == 0 or policy == "torchft"
+    assert found.samples % full == 0 or policy in ("torchft", "ft-hsdp")
     assert all(0 < share <= full for share in shares)
 
 
@@ -169,6 +169,8 @@ def test_systems_with_fixed_grids_grow_if_it_pays_off() -> None:
     there = trace(2, *((60.0, ADD, f"m{i}") for i in range(8)), end_s=7200.0)
     for policy in (
         "torchft",
+        "ft-hsdp",
+        "recover",
         "recycle",
         "bamboo",
         "oobleck",
