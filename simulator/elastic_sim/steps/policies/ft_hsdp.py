@@ -8,18 +8,17 @@ Training Observability: A Bounded Paper Closure", August 2026):
   failure discard the gradients of the step and train it again (S).
 - The batch has as many samples as the healthy replicas take (S).
 - Catching up does not block: the replica restarts while the others train, fetches the state from a
-  peer during one step, takes part in the all-reduce of that step with a zero gradient, and is a
-  full member from the next step on (S).
+  peer (S), and sends a zero gradient before it is a full member (S).
 
 The published stall per failure, 3 minutes in place of 10, is of 100,000 GPUs. Here it consists of
 detection, new groups and the step that is trained again.
 
 Assumed: a loss is detected after 5 s, torchft's heartbeat timeout, because the paper's detection is
-not known to us. A replica is a pipeline of the plain grid's depth, as in the model of torchft (in
-the paper it shards within itself). Any free nodes complete a replica; more replicas than the grid
-has need a restart of all nodes, if that pays off. The all-reduce waits for the part of a fetch that
-is longer than a step. Without any replica, all nodes read the durable checkpoint, written in the
-background as ours.
+not known to us. Fetch and zero gradient fall into one step; the all-reduce waits for the part of a
+fetch that is longer than that. A replica is a pipeline of the plain grid's depth, as in the model
+of torchft (in the paper it shards within itself). Any free nodes complete a replica; more replicas
+than the grid has need a restart of all nodes, if that pays off. Without any replica, all nodes read
+the durable checkpoint, written in the background as ours.
 """
 
 from __future__ import annotations
@@ -70,7 +69,9 @@ class FTHSDPPolicy(ReplicaPolicy):
             return self.restart(job, "nodes joined" if joined else "too few nodes", loss=False)
         self._loss_events += bool(lost)
         hit = self.drop_replicas(lost) + self._drop_recovering(lost)
-        if hit and (self.restarting(job) or not self.replicas):
+        if hit and self.restarting(job):
+            return self.restart(job, f"{hit} replicas lost during a restart", loss=True)
+        if hit and not self.replicas:
             return self.restart(job, "no replica is complete", loss=True)
         self._recover_replicas(job, self._plan, delay_s=self.detect_s if hit else 0.0)
         if not hit:

@@ -54,7 +54,9 @@ class ReCoVerPolicy(ReplicaPolicy):
         hit = self.drop_replicas(lost)
         if not hit:
             return None
-        if self.restarting(job) or not self.replicas:
+        if self.restarting(job):
+            return self.restart(job, f"{hit} replicas lost during a restart", loss=True)
+        if not self.replicas:
             return self.restart(job, "no replica is left", loss=True)
         count = len(self.replicas)
         left_s = 0.0 if job.paused else (job.length_ms - job.progress_ms) / 1000
