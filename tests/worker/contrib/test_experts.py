@@ -137,8 +137,11 @@ def test_an_expert_that_nobody_chooses_has_zero_gradients(
     assert [bool(one.any()) for one in found] == [False, True, False, True]
 
 
-def test_dense_layers_between(alone: TensorParallel) -> None:
-    model = stack(experts(moe_layer_freq=[0, 1]))
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_layers_between(gated: bool, alone: TensorParallel) -> None:
+    model = stack(experts(moe_layer_freq=[0, 1], gated_linear_unit=gated))
+    guessing = torch.tensor(float(VOCABULARY)).log().item()
+    assert run(build_stack(model, alone), [2], microbatch(0)) == pytest.approx(guessing, abs=0.2)
     kinds = [
         isinstance(model.build(i, CPU, alone).get_submodule("layer.mlp"), Experts) for i in (1, 2)
     ]
