@@ -38,8 +38,7 @@ class HuggingFaceWeights:
 
     def _refuse_unknown(self, config: TransformerConfig) -> None:
         """Raise FieldError for a tensor that the layers would leave out: a bias, a norm, a scale, a
-        block."""
-        biases, norms = config.add_qkv_bias, config.qk_layernorm
+        shared expert, a block."""
         for name in self._stored.names():
             found = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", name)
             if found is None:
@@ -47,7 +46,7 @@ class HuggingFaceWeights:
             if int(found[1]) >= self._blocks:
                 remedy = f"it has more than {self._blocks} blocks: {MODEL}"
                 raise FieldError("weights", str(self._folder), remedy)
-            known = names.is_known(found[2], biases=biases, norms=norms)
+            known = names.is_known(found[2], config)
             if not known and not found[2].endswith("rotary_emb.inv_freq"):
                 remedy = f"it has {name}, which this model does not use: {MODEL}"
                 raise FieldError("weights", str(self._folder), remedy)
