@@ -83,7 +83,7 @@ class MegatronCheckpoint:
     def _of_block(self, block: int, name: str, shape: Sequence[int], gated: bool) -> Tensor:
         half = _half(name) if gated else None
         if name.startswith("mlp.") and len(shape) == 3:
-            matrix = f"{_expert_matrix(name)}.weight"
+            matrix = f"{_linear(name)}.weight"
             value = self._experts(block, matrix, shape[0])
         else:
             names = _names(name)
@@ -190,7 +190,7 @@ def _block_parts(values: Mapping[str, Tensor]) -> Iterator[Part]:
         half = _half(inner) if gated else None
         names = _names(inner)
         if inner.startswith("mlp.") and value.dim() == 3:
-            names = [f"{EXPERTS}.{_expert_matrix(inner)}.weight"]
+            names = [f"{EXPERTS}.{_linear(inner)}.weight"]
         elif (
             inner.startswith("pre_mlp_layernorm.") and "layer.mlp.router.weight" not in values
         ) or inner.startswith("input_layernorm."):
@@ -226,20 +226,24 @@ def _names(name: str) -> list[str]:
             return [f"mlp.linear_fc1.layer_norm_{kind}", name]
         case "self_attention.q_layernorm.norm" | "self_attention.k_layernorm.norm":
             return [f"{module.removesuffix('.norm')}.{kind}"]
-        case "mlp.gate" | "mlp.up":
-            return [f"mlp.linear_fc1.{kind}"]
-        case "mlp.down":
-            return [f"mlp.linear_fc2.{kind}"]
+        case "mlp.gate" | "mlp.up" | "mlp.down":
+            return [f"mlp.{_linear(module)}.{kind}"]
+        case "mlp.shared_experts.gate" | "mlp.shared_experts.up" | "mlp.shared_experts.down":
+            return [f"mlp.shared_experts.{_linear(module)}.{kind}"]
+        case "mlp" if kind == "shared_expert_gate":
+            return ["mlp.shared_experts.gate_weight"]
     return [name]
 
 
-def _expert_matrix(name: str) -> str:
+def _linear(name: str) -> str:
+    """Return megatron's name of a matrix of an MLP."""
     return "linear_fc2" if name.endswith("down") else "linear_fc1"
 
 
 def _half(name: str) -> int | None:
     """Return which half of the first matrix of a gated MLP a parameter is; None: no half of it."""
-    return {"mlp.gate": 0, "mlp.up": 1}.get(".".join(name.split(".")[:2]))
+    found = re.match(r"mlp\.(shared_experts\.)?(gate|up)\b", name)
+    return ("gate", "up").index(found[2]) if found else None
 
 
 def _rows(name: str, value: Tensor) -> int:
