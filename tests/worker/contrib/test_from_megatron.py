@@ -19,7 +19,7 @@ from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.contrib.cut_models import run
+from tests.worker.contrib.cut_models import excess, run
 from tests.worker.contrib.gpt_models import backward_in_two_parts, build_stack, gradients_of
 from tests.worker.contrib.llama_models import (
     LENGTH,
@@ -390,6 +390,22 @@ def test_rows_of_different_lengths(alone: TensorParallel) -> None:
     layers = build_stack(model, alone)
     short = {name: field[:, :10] for name, field in microbatch(0).fields.items()}
     assert run(layers, [1, 2], microbatch(0)) != run(layers, [2], Microbatch(0, 1, short))
+
+
+@pytest.mark.parametrize("make", [config, experts])
+def test_attention_costs_the_square_of_the_length(
+    make: Callable[..., TransformerConfig], alone: TensorParallel
+) -> None:
+    def part(index: int, rows: int, length: int) -> Microbatch:
+        fields = microbatch(index).fields
+        return Microbatch(0, index, {n: field[:rows, :length] for n, field in fields.items()})
+
+    given = make(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    parts = (part(0, 2, 6), part(1, 1, 10), part(2, 2, LENGTH))
+    found = excess(build_stack(stack(given), alone), [1, 2, 3], parts)
+    inner = 4 + 2 * 3 * 24 if make is experts else 3 * 48
+    square = 4 * 32 * LENGTH / (2 * (2 * 32 * (32 + 16) + 32 * inner))
+    assert found == pytest.approx([0, square, square, 0], abs=1e-9)
 
 
 def test_another_object_is_no_config() -> None:
