@@ -332,7 +332,7 @@ class EpochSession:
         job = self._context.job
         if not job.stack.varying:
             return UNKNOWN_SIZE
-        return TypicalSize(job.spec.tokens_per_microbatch)
+        return TypicalSize(job.spec.tokens_per_microbatch, job.tokens_per_sequence)
 
     def _evaluation_runner(self, installed: LoadedStage, links: Links) -> EvaluationRunner | None:
         """Return the runner of the evaluations; None: the job has none."""
