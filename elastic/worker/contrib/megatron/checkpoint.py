@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +43,11 @@ OUTSIDE = {
 VOCABULARY = ("embedding.word_embeddings.weight", "output.weight")
 """Matrices with a row per token. megatron stores more rows than there are tokens."""
 BLOCKS, EXPERTS = "decoder.layers", "mlp.experts.experts"
+MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
+"""How megatron's names of a model's tensors begin. The others are an optimizer's."""
+NO_PARAMETER = "_extra_state"
+"""How names of tensors end that are no parameters, but settings of Transformer Engine."""
+MATRICES_OF_EXPERTS = ("mlp.gate", "mlp.up", "mlp.down")
 FOLDER = (
     "a folder of megatron's --save with --ckpt-format torch_dist is needed, or one iteration in it"
 )
@@ -66,6 +71,16 @@ class MegatronCheckpoint:
             if number and int(number[1]) >= blocks:
                 remedy = f"it has {name}, and the model has {blocks} blocks"
                 raise FieldError("weights", str(folder), remedy)
+
+    def check(self, names: Iterable[tuple[int, str]], /) -> None:
+        """Raise FieldError for a stored parameter that the model lacks. `names`: (layer, name) of
+        all its parameters."""
+        known = {stored for layer, name in names for stored in _stored_names(layer, name)}
+        for name in self._stored.tensors:
+            plain = re.sub(rf"{re.escape(EXPERTS)}\.\d+\.", f"{EXPERTS}.", name)
+            if plain.startswith(MODEL) and not plain.endswith(NO_PARAMETER) and plain not in known:
+                remedy = f"it has {name}, which the model lacks: give the config of this model"
+                raise FieldError("weights", str(self._stored.folder), remedy)
 
     def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
         """Return the whole parameter `name` of a layer, of this shape. `gated`: MLPs are gated."""
@@ -210,6 +225,17 @@ def _placed(part: Part, place: tuple[int, int] | None) -> Part:
         return part
     offsets, size = (place[0], *part.offsets), (place[1], *part.size)
     return Part(part.name, part.values.unsqueeze(0), offsets, size)
+
+
+def _stored_names(layer: int, name: str) -> Iterator[str]:
+    """Yield all names under which a parameter may be stored, without the numbers of experts."""
+    if name in OUTSIDE:
+        yield OUTSIDE[name]
+        return
+    inner = name.removeprefix("layer.")
+    matrix = [f"{EXPERTS}.{_linear(inner)}.weight"] if inner in MATRICES_OF_EXPERTS else []
+    for one in (*_names(inner), *matrix):
+        yield from (f"{BLOCKS}.{one}", f"{BLOCKS}.{layer - 1}.{one}")
 
 
 def _names(name: str) -> list[str]:

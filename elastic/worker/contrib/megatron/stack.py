@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -142,6 +142,9 @@ def from_megatron(
 class StoredParameters(Protocol):
     """Initial values of whole parameters."""
 
+    def check(self, names: Iterable[tuple[int, str]], /) -> None:
+        """Raise FieldError for a stored parameter that is not among these (layer, name)."""
+
     def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
         """Return parameter `name` of a layer, of this shape. `gated`: MLPs are gated. Raises
         FieldError."""
@@ -192,6 +195,10 @@ class MegatronStack(LayerStack):
         if model.share_embeddings_and_output_weights:
             last = config.num_layers + 1
             self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),)
+        if weights is not None:
+            kinds = [self._kind(layer) for layer in range(self.n_layers)]
+            names = {kind: [name for name, _ in self._parameters(kind)] for kind in set(kinds)}
+            weights.check((i, name) for i, kind in enumerate(kinds) for name in names[kind])
 
     @property
     def n_layers(self) -> int:
