@@ -139,7 +139,8 @@ class _Knapsack:
         self._sizes = np.array([line.nodes for line in lines])
         self._base = np.array([line.base_s for line in lines])
         self._each = np.array([line.each_s for line in lines])
-        self._seconds, self._table, self._values = -1.0, [0], self._sizes
+        self._seconds, self._table = -1.0, [0]
+        self._values: Ints = self._sizes
 
     def most(self, seconds: float) -> int:
         """Return the number of micro-batches that are done within `seconds`."""
@@ -166,7 +167,7 @@ class _Knapsack:
             return
         self._seconds = seconds
         done = np.floor((seconds - self._base) / self._each + 1e-9)
-        self._values: Ints = np.maximum(done, 0).astype(np.int64)
+        self._values = np.maximum(done, 0).astype(np.int64)
         best: dict[int, int] = {}
         for size, value in zip(self._sizes.tolist(), self._values.tolist(), strict=True):
             best[size] = max(best.get(size, 0), value)
@@ -200,7 +201,7 @@ def _with_fastest_cuts(problem: Problem, lines: list[_Line], choice: _Choice) ->
     """Return the plan with the cuts and schedules that are fastest for its micro-batches."""
     best: dict[tuple[int, int], PipelineShape] = {}
     for size, m in {(line.nodes, m) for line, m in choice.parts}:
-        shapes = [replace(line.shape, microbatches=m) for line in lines if line.nodes == size]
-        best[size, m] = min(shapes, key=lambda shape: simulated_seconds(problem.model, shape))
+        tries = [replace(line.shape, microbatches=m) for line in lines if line.nodes == size]
+        best[size, m] = min(tries, key=lambda shape: simulated_seconds(problem.model, shape))
     shapes = tuple(best[line.nodes, m] for line, m in choice.parts)
     return Solution(shapes, step_seconds(problem.model, shapes))
