@@ -53,7 +53,7 @@ ROOT = Path(__file__).parents[2]
 AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
 """Default lease of `elastic run`."""
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 T = TypeVar("T")
 
 

@@ -57,6 +57,8 @@ class TrainingJob:
     """None: the model is not evaluated."""
     weigh: Callable[[Fields], object] | None = None
     """weigh(fields) -> weight of a micro-batch; None: all count equally."""
+    tokens_per_sequence: int = 0
+    """Usual tokens of one sequence, if their lengths differ; 0: unknown."""
 
     @property
     def typical_weight(self) -> float:

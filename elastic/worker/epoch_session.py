@@ -39,6 +39,7 @@ from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.allreduce import tied_pairs
 from elastic.worker.engine.evaluation_runner import EvaluationRunner
+from elastic.worker.engine.microbatch_cost import UNKNOWN_SIZE, TypicalSize
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
@@ -310,7 +311,7 @@ class EpochSession:
             optimizer=context.job.optimizer,
             data=self._data,
             typical_weight=context.job.typical_weight,
-            typical_rows=self._typical_rows(),
+            typical_size=self._typical_size(),
             agreement=self._agreement,
             protection=context.protection,
             injector=context.injector,
@@ -326,11 +327,12 @@ class EpochSession:
             ),
         )
 
-    def _typical_rows(self) -> int:
-        """Return the tokens of a typical micro-batch, if the sizes of micro-batches differ; 0: they
-        do not, or it is not known."""
+    def _typical_size(self) -> TypicalSize:
+        """Return the size of a usual micro-batch, if the sizes of micro-batches differ."""
         job = self._context.job
-        return job.spec.tokens_per_microbatch if job.stack.varying else 0
+        if not job.stack.varying:
+            return UNKNOWN_SIZE
+        return TypicalSize(job.spec.tokens_per_microbatch, job.tokens_per_sequence)
 
     def _evaluation_runner(self, installed: LoadedStage, links: Links) -> EvaluationRunner | None:
         """Return the runner of the evaluations; None: the job has none."""

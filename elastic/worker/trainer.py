@@ -67,6 +67,8 @@ class Trainer:
             step, as `label_count()`; None: all micro-batches count equally.
         tokens_per_microbatch: for the reported tokens per second; 0 if unknown. With `weight`, the
             expected weight.
+        tokens_per_sequence: usual tokens of one sequence, for a stack with `varying=True`: times
+            are reported as those of a micro-batch of usual size. 0 if unknown.
         flops_per_microbatch: floating-point operations of the forward and backward pass of a
             micro-batch, for the reported utilisation (MFU); None: as the layers estimate them, or
             unknown with `weight`.
@@ -88,6 +90,7 @@ class Trainer:
         tp: int = 1,
         weight: Callable[[Fields], object] | None = None,
         tokens_per_microbatch: int = 0,
+        tokens_per_sequence: int = 0,
         flops_per_microbatch: float | None = None,
         checkpoint_every: int = 0,
         evaluation: Evaluation | None = None,
@@ -107,6 +110,10 @@ class Trainer:
         seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
+        sequence = whole_number("tokens_per_sequence", tokens_per_sequence, 0)
+        if sequence > tokens and weight is None:
+            remedy = f"at most tokens_per_microbatch, which is {tokens}"
+            raise FieldError("tokens_per_sequence", sequence, remedy)
         if flops_per_microbatch is not None:
             flops = positive("flops_per_microbatch", flops_per_microbatch)
         else:  # with weights, `tokens` is a rough figure
@@ -147,6 +154,7 @@ class Trainer:
             spec=spec,
             evaluation=evaluation,
             weigh=weight,
+            tokens_per_sequence=sequence,
         )
 
     def run(self) -> None:

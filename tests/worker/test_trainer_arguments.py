@@ -53,6 +53,9 @@ OPTIMIZER = r"an OptimizerSpec, as OptimizerSpec\(factory=torch.optim.Adam, lr=l
         ("tp", "1", "'1'", f"{WHOLE} from 1 up"),
         ("tokens_per_microbatch", -5, "-5", f"{WHOLE} from 0 up"),
         ("tokens_per_microbatch", 1.5, "1.5", f"{WHOLE} from 0 up"),
+        ("tokens_per_sequence", -1, "-1", f"{WHOLE} from 0 up"),
+        ("tokens_per_sequence", 2.5, "2.5", f"{WHOLE} from 0 up"),
+        ("tokens_per_sequence", 9, "9", "at most tokens_per_microbatch, which is 0"),
         ("checkpoint_every", -1, "-1", f"{WHOLE} from 0 up"),
         ("checkpoint_every", None, "None", f"{WHOLE} from 0 up"),
         ("evaluation", 10, "10", r"Evaluation\(data=..., every=100, microbatches=8\)"),
@@ -75,6 +78,21 @@ def test_with_weights_the_expected_one_must_be_given() -> None:
         stack=toy_stack(), optimizer=sgd(), data=microbatch, tokens_per_microbatch=6, **arguments
     )
     assert made._job.typical_weight == 6.0
+
+
+def test_a_weight_may_be_less_than_the_tokens_of_a_sequence() -> None:
+    """It may count a few of the tokens alone."""
+    arguments: dict[str, Any] = {
+        "steps": 4,
+        "microbatches": 2,
+        "tokens_per_microbatch": 6,
+        "tokens_per_sequence": 9,
+    }
+    given = {"stack": toy_stack(), "optimizer": sgd(), "data": microbatch, **arguments}
+    wanted = "^tokens_per_sequence: 9 is not usable: at most tokens_per_microbatch, which is 6"
+    with pytest.raises(FieldError, match=wanted):
+        Trainer(**given)
+    assert Trainer(**given, weight=lambda fields: 1.0)._job.tokens_per_sequence == 9
 
 
 def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:

@@ -206,7 +206,8 @@ class _Texts:
     def encode(self, value: Any, inner: Mapping[str, Callable[[Any], str]] = NO_FIELDS) -> str:
         """Return the same text as `codec.dumps(value)`. `inner`: functions that encode fields."""
         known, parts = self._known, []
-        for name in field_names(type(value)):
+        kind: Any = type(value)
+        for name in field_names(kind):
             part = getattr(value, name)
             if name in inner:
                 text = inner[name](part)

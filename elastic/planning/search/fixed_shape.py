@@ -10,7 +10,6 @@ each depth so that the slowest stage is as fast as possible, and divides the mic
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,12 +18,9 @@ from math import inf
 from elastic.planning.cost.cost_model import CostModel, pipeline_seconds
 from elastic.planning.plan.shape import Depths, format_depths, nodes_for, parse_shape
 from elastic.planning.schedule import microbatch_split as batches
-from elastic.planning.search.evaluate import largest_tail, step_seconds
+from elastic.planning.search.evaluate import step_seconds
 from elastic.planning.search.layer_partition import LayerPartitioner
 from elastic.planning.search.problem import PipelineShape, Problem, Solution
-
-MAX_EVEN_SHAPES = 3
-"""Maximum number of even shapes that are solved, the best estimates first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,74 +103,6 @@ def solve(problem: Problem, per_node: int) -> Solution | None:
     return Solution(tuple(shapes), step_seconds(model, tuple(shapes)))
 
 
-def even_solutions(problem: Problem) -> list[Solution]:
-    """Return the best plans that spread nodes of one kind evenly over 1, 2, ... pipelines.
-
-    A ring of few pipelines reduces a little faster. `column_search` misses this gain, because it
-    assumes a ring of many. Without a tail, or with several kinds of nodes, the result is empty.
-    """
-    model = problem.model
-    if len(problem.counts) > 1 or model.has_no_tail:
-        return []
-    units = min(model.kinds[0].units, model.n_layers)
-    limits = ShapeLimits(
-        nodes=problem.counts[0],
-        per_node=units,
-        n_layers=model.n_layers,
-        n_microbatches=problem.microbatches,
-    )
-    shapes = dict.fromkeys(limits.even(k) for k in range(1, limits.max_pipelines + 1))
-    priced = sorted(
-        (_estimate(model, schedule, depths, units, problem.microbatches), schedule, depths)
-        for schedule in problem.schedules
-        for depths in shapes
-    )
-    found = []
-    for seconds, schedule, depths in priced[:MAX_EVEN_SHAPES]:
-        fixed = Problem(
-            model=model,
-            counts=problem.counts,
-            microbatches=problem.microbatches,
-            schedules=(schedule,),
-            depths=depths,
-        )
-        solution = solve(fixed, units) if seconds < inf else None
-        found += [solution] if solution else []
-    return found
-
-
-def _estimate(
-    model: CostModel, schedule: str, depths: Depths, per_node: int, microbatches: int
-) -> float:
-    """Return the seconds of a step as if every pipeline were full; inf if memory is short."""
-    numbers = Counter(depths)
-    shapes = []
-    for depth in numbers:
-        found = cut_uniform(model, schedule, depth, per_node, depth)
-        if found is None:
-            return inf
-        shapes.append(found[0])
-    low = 0.0
-    high = max(_seconds(model, schedule, depth, per_node, microbatches) for depth in numbers)
-    for _ in range(40):
-        middle = (low + high) / 2
-        done = sum(
-            n * _share(model, schedule, depth, per_node, middle) for depth, n in numbers.items()
-        )
-        low, high = (low, middle) if done >= microbatches else (middle, high)
-    return high + largest_tail(model, shapes, len(depths))
-
-
-def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: float) -> int:
-    """Return the micro-batches that a pipeline of this depth does within `seconds`."""
-    found = cut_uniform(model, schedule, depth, per_node, depth)
-    if found is None:
-        return 0
-    _, fill, slowest = found
-    first = float(pipeline_seconds(schedule, fill, slowest, 1))
-    return int((seconds - first) / slowest) + 1 if seconds >= first else 0
-
-
 def _seconds(
     model: CostModel, schedule: str, depth: int, per_node: int, microbatches: int
 ) -> float:
@@ -186,18 +114,19 @@ def _seconds(
 
 @lru_cache(maxsize=1024)
 def cut_uniform(
-    model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
+    model: CostModel, schedule: str, depth: int, per_node: int, ahead: int, *, messages: bool = True
 ) -> tuple[PipelineShape, float, float] | None:
     """Cut the layers for a pipeline on one kind of node.
 
     Return (shape, seconds to fill and drain the pipeline, seconds of the slowest stage); None if
     memory is short.
 
-    `ahead`: maximum micro-batches in flight; the shape has as many micro-batches.
+    `ahead`: maximum micro-batches in flight; the shape has as many micro-batches. `messages`:
+    whether messages are part of a stage's time.
     """
     stages = tuple(min(per_node, depth - first) for first in range(0, depth, per_node))
     kinds = (0,) * len(stages)
-    partitioner = LayerPartitioner(model, schedule, kinds, stages, ahead)
+    partitioner = LayerPartitioner(model, schedule, kinds, stages, ahead, messages=messages)
     least = partitioner.least_limit(0.0, inf)
     cuts = partitioner.cut(least) if least < inf else None
     if cuts is None:

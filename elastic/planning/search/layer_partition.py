@@ -43,6 +43,7 @@ class LayerPartitioner:
         kinds, stages: kind of each node, and number of stages on it.
         microbatches: micro-batches of the pipeline.
         tail: limit on a stage's reduction and update in a ring of `pipelines`, seconds.
+        messages: whether a stage's messages are part of its time.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class LayerPartitioner:
         microbatches: int,
         tail: float = inf,
         pipelines: int = 1,
+        *,
+        messages: bool = True,
     ) -> None:
         self.model, self.schedule = model, schedule
         self.kinds, self.stages, self.microbatches = tuple(kinds), tuple(stages), microbatches
@@ -65,7 +68,8 @@ class LayerPartitioner:
         for s, (kind, inside) in enumerate(owners):
             behind = depth - 1 - s
             ahead = in_flight(schedule, behind, depth, microbatches)
-            self.tables.append(model.stages(kind, ahead, schedule, inside=inside, last=behind == 0))
+            last = behind == 0 or not messages
+            self.tables.append(model.stages(kind, ahead, schedule, inside=inside, last=last))
         numbers: dict[int, int] = {}
         self._numbers = [numbers.setdefault(id(table), len(numbers)) for table in self.tables]
         """Per stage, the index of its table in `_distinct`."""

@@ -27,6 +27,7 @@ from elastic.planning.search import (
     assemble,
     column_search,
     columns,
+    equal_nodes,
     evaluate,
     exact,
     fixed_shape,
@@ -223,8 +224,8 @@ def _search_free_shape(
             others |= alternatives
         else:
             found += column_search.candidate_solutions(one)
-    if thorough and not small:
-        found += fixed_shape.even_solutions(problem)
+    if simulate or (thorough and not small):
+        found += equal_nodes.solutions(problem)
     if not found:
         raise InfeasiblePlan(explain_infeasible(problem, kinds, request))
     if simulate:
@@ -262,6 +263,7 @@ CACHED = (
     column_search.near_best_solutions,
     evaluate.cached_figures,
     fixed_shape.cut_uniform,
+    equal_nodes.simulated_lines,
     evaluate.simulated_seconds,
     assemble.recomputing_stages,
 )

@@ -41,16 +41,16 @@ class StepTimer:
         """Start to time `action`."""
         self._open = (action, mark(self._device), self._sending())
 
-    def end(self, cost: float = 1.0) -> None:
+    def end(self, cost: Callable[[], float] = lambda: 1.0) -> None:
         """End the timing of the action that began last. On CUDA its kernels may still run.
 
-        `cost`: cost of its micro-batch, relative to one of typical size.
+        `cost()`: cost of its micro-batch, relative to one of typical size. It is called after the
+        end of the time, since it may compute.
         """
         if self._open is not None:
             action, began, sending = self._open
-            ended = mark(self._device)
-            self._spans.append((action, began, ended, sending, self._sending(), cost))
-            self._open = None
+            self._open, ended, after = None, mark(self._device), self._sending()
+            self._spans.append((action, began, ended, sending, after, cost()))
 
     def take(
         self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor
 
 from elastic.planning.plan.rank_map import Roster
+from elastic.worker.engine.microbatch_cost import OperationCount, Sizes, StageCost
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
-from elastic.worker.model.values import Message, Value, parts_of, rows_of
+from elastic.worker.model.values import Message, Value, parts_of, sizes_of
 from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.transport.device_fault import is_local_fault
+
+log = logging.getLogger(__name__)
 
 
 class _Loss:
@@ -79,8 +84,9 @@ class LocalStage:
         self.begins = previous is None if begins is None else begins
         self.ends = following is None if ends is None else ends
         self._recompute = recompute
-        self.rows: dict[int, int] = {}
-        """Rows of the newest pass of each micro-batch (`elastic.worker.model.values.rows_of`)."""
+        self.cost = StageCost()
+        self.sizes: dict[int, Sizes] = {}
+        """Sizes of the newest pass of each micro-batch (`elastic.worker.model.values.sizes_of`)."""
         self._passes: dict[int, _MicrobatchPass] = {}
         self._losses: dict[int, _Loss] = {}
 
@@ -121,6 +127,23 @@ class LocalStage:
         """
         with torch.no_grad():
             return self._run(microbatch, None if received is None else received.value())
+
+    def count(self, index: int) -> None:
+        """Add micro-batch `index`, which is between its passes, to `cost`: run its forward pass
+        once more, without a graph. If that fails, as without memory, `cost` counts no more."""
+        current = self._passes[index]
+        try:
+            with torch.no_grad(), OperationCount() as counted:
+                self._run(current.microbatch, current.hidden)
+        except RuntimeError as error:
+            if is_local_fault(error):
+                raise
+            log.warning("the operations of a micro-batch cannot be counted: %s", error)
+            self.cost.give_up()
+        else:
+            self.cost.add(self.sizes[index], counted.with_weights, counted.between_tokens)
+        if self._recompute:
+            current.microbatch.forget_shared()
 
     def backward(self, index: int, gradient: Message | float) -> Message | None:
         """Run the whole backward pass of micro-batch `index`. It is empty if the stage holds only
@@ -173,12 +196,12 @@ class LocalStage:
 
     def _run(self, microbatch: Microbatch, hidden: Value | None) -> Value:
         if hidden is not None:
-            self.rows[microbatch.index] = rows_of(hidden)
+            self.sizes[microbatch.index] = sizes_of(hidden)
         for layer in self.layers:
             begins = hidden is None
             hidden = layer.forward(hidden, microbatch)
             if begins:
-                self.rows[microbatch.index] = rows_of(hidden)
+                self.sizes[microbatch.index] = sizes_of(hidden)
         assert hidden is not None
         return hidden
 

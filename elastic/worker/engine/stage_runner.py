@@ -21,6 +21,7 @@ from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import LoggedMessage
 from elastic.worker.engine.expected_messages import ExpectedMessages, message_tag
+from elastic.worker.engine.microbatch_cost import UNKNOWN_SIZE, TypicalSize
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.model.values import Message
@@ -114,7 +115,7 @@ class StageRunner:
         n_microbatches: micro-batches M of the whole step.
         typical_weight: expected weight W of a micro-batch. A micro-batch of weight w has the
             gradient of its loss times w / (M W).
-        typical_rows: rows of a micro-batch of typical size, for `cost`; 0: all cost the same.
+        typical_size: size of the micro-batch to which `cost` compares the others.
         data: data(step, index) -> the micro-batch's fields. The first and the last stage call it
             before the forward pass, others when a layer reads a field.
         agreement: the agreement with the tensor-parallel group; None: this rank is alone.
@@ -128,7 +129,7 @@ class StageRunner:
         *,
         n_microbatches: int,
         typical_weight: float = 1.0,
-        typical_rows: int = 0,
+        typical_size: TypicalSize = UNKNOWN_SIZE,
         data: Callable[[int, int], Microbatch],
         agreement: GroupAgreement | None = None,
         keep: Callable[[LoggedMessage], None] | None = None,
@@ -138,12 +139,14 @@ class StageRunner:
         self._stages: dict[int, LocalStage] = {}
         """The stages of this run, by number."""
         self._scale, self._data = 1.0 / n_microbatches, data
-        self._typical_weight, self._typical_rows = typical_weight, typical_rows
+        self._typical_weight, self._typical_size = typical_weight, typical_size
         self._weights: dict[int, float] = {}
         """Weights of the micro-batches that the model's last stage here has begun."""
         self.agreement = agreement or GroupAgreement(None, links.abandon)
         self.step = -1
         """The step that runs, or ran last."""
+        self._counts = False
+        """Whether `cost` may count: not in an epoch's first step, which a recovery waits for."""
         self.started: set[int] = set()
         """Micro-batches of this step whose forward pass has begun here."""
         self.sent: set[int] = set()
@@ -185,6 +188,7 @@ class StageRunner:
             LinkFailed: a neighbour disconnected.
         """
         if step != self.step:
+            self._counts = self.step >= 0
             self.step, self.started, self.sent = step, set(), set()
         stages = stages or self._all_stages
         self._first, self._stages = stages[0], {stage.number: stage for stage in stages}
@@ -206,10 +210,16 @@ class StageRunner:
             self._clear()
 
     def cost(self, action: Action) -> float:
-        """Return what the micro-batch of an action that has computed costs, relative to one of
-        typical size."""
-        rows = self._stages[action.stage].rows.get(action.microbatch, 0)
-        return rows / self._typical_rows if rows and self._typical_rows else 1.0
+        """Return the expected cost of the micro-batch of an action that has just computed, relative
+        to one of typical size. After the first forward passes of different sizes, the stage counts
+        operations. Raises EpochAbandoned."""
+        stage = self._stages[action.stage]
+        sizes = stage.sizes.get(action.microbatch, ())
+        counts = self._counts and action.kind is Kind.F and self._typical_size.tokens
+        if counts and sizes and stage.cost.lacks(sizes):
+            self.agreement.check()
+            stage.count(action.microbatch)
+        return stage.cost.relative(sizes, self._typical_size)
 
     def _collect_and_notify(self, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
         """Collect the last backward pass, if it is not collected yet, and call `on_backward`.

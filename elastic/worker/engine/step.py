@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from elastic.worker.engine.allreduce import GradientAllReduce
 from elastic.worker.engine.commit import Commit, ReadData, commit, verify
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.injector import FaultInjector
+from elastic.worker.engine.microbatch_cost import UNKNOWN_SIZE, TypicalSize
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.engine.stage import stages_of_rank
@@ -92,8 +94,8 @@ class StepRunner:
     """data(step, index) -> micro-batch on this device."""
     typical_weight: float = 1.0
     """Expected weight of a micro-batch (`elastic.worker.datasets.weighting`)."""
-    typical_rows: int = 0
-    """Rows of a micro-batch of typical size, if their sizes differ; 0: they do not."""
+    typical_size: TypicalSize = UNKNOWN_SIZE
+    """Size of a usual micro-batch, if their sizes differ."""
     agreement: GroupAgreement
     """Agreement with the tensor-parallel group to leave the epoch."""
     protection: Protection
@@ -118,7 +120,7 @@ class StepRunner:
             links,
             n_microbatches=plan.n_microbatches,
             typical_weight=self.typical_weight,
-            typical_rows=self.typical_rows,
+            typical_size=self.typical_size,
             data=self.data,
             agreement=self.agreement,
             keep=log.keep if log is not None else None,
@@ -324,7 +326,7 @@ class StepRunner:
         if self._computing:
             action, self._computing = self._computing, None
             self.injector.stretch(time.perf_counter() - self._began)
-            self.timer.end(self.runner.cost(action))
+            self.timer.end(partial(self.runner.cost, action))
 
 
 def judge(

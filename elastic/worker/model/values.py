@@ -56,14 +56,14 @@ def nbytes_of(value: Value) -> int:
     return sum(part.nbytes for part in parts_of(value))
 
 
-def rows_of(value: Value) -> int:
-    """Return the product of all sizes but the last of the first floating-point matrix or larger
-    tensor of `value`: the number of its tokens, if the last dimension is that of the features. 0:
-    it has none."""
+def sizes_of(value: Value) -> tuple[int, ...]:
+    """Return all sizes but the last of the first floating-point matrix or larger tensor of `value`:
+    their product is the number of tokens, if the last dimension is that of the features. (): it has
+    no such tensor."""
     for part in parts_of(value):
         if part.is_floating_point() and part.ndim > 1:
-            return part.numel() // max(part.shape[-1], 1)
-    return 0
+            return tuple(part.shape[:-1])
+    return ()
 
 
 class _Separate(torch.autograd.Function):

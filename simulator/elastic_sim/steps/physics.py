@@ -82,6 +82,10 @@ class ClusterPhysics:
         """Return the seconds in which all devices together write or read durable storage."""
         return nbytes / (self.storage_bytes_per_s * max(1.0, devices / 30))
 
+    def host_copy_s(self, nbytes: float, devices: int) -> float:
+        """Return the seconds in which all devices together copy bytes to host memory."""
+        return nbytes / (self.copy_bytes_per_s * max(1, devices))
+
     @property
     def exposed_copy_bytes_per_s(self) -> float:
         """Bytes copied from devices per second that the copies add to a step; 0: they add none."""

@@ -89,6 +89,13 @@ class EqualNodes:
         kept = ahead * self.widest + activation if recompute else ahead * activation
         return self.fixed[last] - self.fixed[first] + kept
 
+    def most_ahead(self, first: int, last: int, recompute: bool) -> int:
+        """Return the most micro-batches that layers [first, last) can hold in flight."""
+        none, one = (self.needs(first, last, ahead, recompute) for ahead in (0, 1))
+        if one <= none:
+            return self.microbatches
+        return min(self.microbatches, max(0, int((self.memory_bytes - none) / (one - none))))
+
     def tail(self, first: int, last: int, per_byte: float) -> float:
         """Return the seconds to reduce the gradients of a stage and to update it.
 

@@ -17,6 +17,7 @@ from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.search.search import PlanRequest, make_plan
 from elastic_sim.steps.clusters import NodeType, TrainingSetup
 from elastic_sim.steps.physics import ClusterPhysics
+from elastic_sim.steps.rerouted_schedule import GridStage, rerouted_step_s, spread_losses
 from elastic_sim.steps.rival_planners import EqualNodes, plan_grid, plan_oobleck, plan_varuna
 from elastic_sim.traces.trace import Event
 
@@ -79,6 +80,7 @@ class SimulatedWorld:
         memory = self.profile.devices[0].memory_bytes or 1 << 60
         self._cluster = EqualNodes(self.profile, self.spec.n_microbatches, memory)
         self._plans: dict[tuple[object, ...], PricedPlan | None] = {}
+        self._rerouted: dict[tuple[Plan, int], float] = {}
 
     def _published_profile(self) -> Profile:
         profile = published_profile(
@@ -105,6 +107,10 @@ class SimulatedWorld:
     def checkpoint_s(self, nodes: int) -> float:
         """Return the seconds to write or to read a durable checkpoint."""
         return self.physics.storage_s(self.state_bytes, self.devices(nodes))
+
+    def host_copy_s(self, nodes: int) -> float:
+        """Return the seconds to copy the state to host memory, each part on one device."""
+        return self.physics.host_copy_s(self.state_bytes, self.devices(nodes))
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -178,6 +184,35 @@ class SimulatedWorld:
     def grid(self, nodes: int, depth: int) -> PricedPlan | None:
         """Return as many equal pipelines of one depth as fit; None: no plan fits."""
         return self._fastest(plan_grid, nodes, depth)
+
+    def rerouted_step_s(self, grid: PricedPlan, lost: int) -> float:
+        """Return the seconds of a step of `grid` in which peers do the work of lost workers.
+
+        The losses are spread over the stages. A step is not shorter than one without losses.
+        Cached.
+        """
+        key = grid.plan, lost
+        if key not in self._rerouted:
+            shares = [len(pipeline.microbatches) for pipeline in grid.plan.pipelines]
+            seconds = rerouted_step_s(
+                self._grid_stages(grid.plan), shares, spread_losses(grid.depth, lost)
+            )
+            self._rerouted[key] = max(grid.step_s, seconds)
+        return self._rerouted[key]
+
+    def _grid_stages(self, plan: Plan) -> list[GridStage]:
+        """Return the stages of a grid, all of whose pipelines have the same ones."""
+        times = predict(plan, self.profile, self.equal_nodes(len(plan.nodes()))).stages[0]
+        k = len(plan.pipelines)
+        per_byte = 2 * (k - 1) / k * self.profile.link.s_per_byte
+        return [
+            GridStage(
+                times=time,
+                tail_s=self._cluster.tail(stage.first, stage.last, per_byte),
+                ahead=self._cluster.most_ahead(stage.first, stage.last, stage.recompute),
+            )
+            for time, stage in zip(times, plan.pipelines[0].stages, strict=True)
+        ]
 
     def _plan_ours(self, cluster: EqualNodes, nodes: tuple[NodeInfo, ...]) -> list[Plan]:
         request = PlanRequest(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elastic.domain.types import Accumulate
+from elastic.worker.engine.microbatch_cost import TypicalSize
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.model.microbatch import Microbatch
@@ -19,11 +22,11 @@ def replicas(stack: LayerStack) -> list[LayerReplica]:
     ]
 
 
-def run(layers: list[LayerReplica], cuts: list[int], microbatch: Microbatch) -> float:
-    """Run one micro-batch through stages that end before the layers `cuts`; return the loss."""
+def stages_of(layers: list[LayerReplica], cuts: list[int]) -> list[LocalStage]:
+    """Return the stages that end before the layers `cuts`."""
     ends = [*cuts, len(layers)]
     starts = [0, *cuts]
-    stages = [
+    return [
         LocalStage(
             layers[first:last],
             previous=0 if first else None,
@@ -31,6 +34,30 @@ def run(layers: list[LayerReplica], cuts: list[int], microbatch: Microbatch) -> 
         )
         for first, last in zip(starts, ends, strict=True)
     ]
+
+
+def excess(
+    layers: list[LayerReplica], cuts: list[int], microbatches: Iterable[Microbatch]
+) -> list[float]:
+    """Count the operations of micro-batches. Return for each stage by how many times those of the
+    last one exceed the operations that it would need without its square term."""
+    stages = stages_of(layers, cuts)
+    for microbatch in microbatches:
+        message: Message | None = None
+        for stage in stages:
+            own = Microbatch(microbatch.step, microbatch.index, dict(microbatch.fields))
+            message = stage.forward(own, message)
+            stage.count(own.index)
+    found = []
+    for stage in stages:
+        sizes = stage.sizes[microbatch.index]
+        found.append(stage.cost.relative(sizes, TypicalSize(sizes[0] * sizes[1])) - 1)
+    return found
+
+
+def run(layers: list[LayerReplica], cuts: list[int], microbatch: Microbatch) -> float:
+    """Run one micro-batch through stages that end before the layers `cuts`; return the loss."""
+    stages = stages_of(layers, cuts)
     message: Message | None = None
     for stage in stages:  # each stage has fields of its own, as on its node
         fields = dict(microbatch.fields)

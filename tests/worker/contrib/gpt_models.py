@@ -12,6 +12,7 @@ from elastic.domain.types import Accumulate
 from elastic.worker.contrib.megatron.gpt import GPTConfig
 from elastic.worker.contrib.megatron.stack import GPTStack, MegatronStack
 from elastic.worker.engine.stage import LocalStage
+from elastic.worker.model.gradients import SCALE
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
@@ -83,6 +84,13 @@ def run(
     for replica in layers:
         replica.collect(index, skip=False)
     return hidden.item()
+
+
+def gradients_of(replica: LayerReplica) -> dict[str, Tensor]:
+    """Gradients of the parameters by name, float64."""
+    views = replica.accumulator.layout.views(replica.gradient)
+    names = [name for name, _ in replica.module.named_parameters()]
+    return {name: view.double() / SCALE for name, view in zip(names, views, strict=True)}
 
 
 def parts_and_whole(

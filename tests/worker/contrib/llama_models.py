@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -15,6 +16,13 @@ from elastic.worker.model.microbatch import Microbatch
 from tests.worker.contrib import gpt_models
 
 VOCABULARY, LENGTH = 64, 16
+HAS_GATE = hasattr(TransformerConfig, "moe_shared_expert_gate")
+"""Whether this version of megatron-core has gates of shared experts: from 0.16 on."""
+SHARED: dict[str, Any] = {
+    "moe_shared_expert_intermediate_size": 40,
+    **({"moe_shared_expert_gate": True} if HAS_GATE else {}),
+}
+needs_gate = pytest.mark.skipif(not HAS_GATE, reason="megatron-core 0.16 or newer is needed")
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -43,6 +51,11 @@ def experts(**changes: Any) -> TransformerConfig:
     """Four experts, of which each token chooses two."""
     mixture = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1}
     return config(**{**mixture, **changes})
+
+
+def shared_experts(**changes: Any) -> TransformerConfig:
+    """The same, beside shared experts, which have a gate if megatron-core has gates."""
+    return experts(**{**SHARED, **changes})
 
 
 def stack(given: TransformerConfig | None = None, **changes: Any) -> MegatronStack:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from tests.worker.contrib.llama_models import LENGTH, VOCABULARY, config, experts
+from tests.worker.contrib.llama_models import LENGTH, SHARED, VOCABULARY, config, experts
 
 PLAIN: dict[str, Any] = {
     "normalization": "LayerNorm",
@@ -37,6 +37,21 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({"num_moe_experts": 4, "moe_ffn_hidden_size": 24, **ROUTING}, {}),
     "some-experts": (
         {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1], **ROUTING},
+        {},
+    ),
+    "shared-experts": (
+        {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, **SHARED, **ROUTING},
+        {},
+    ),
+    "shared-experts-without-gates": (
+        {
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": [0, 1],
+            "gated_linear_unit": False,
+            "moe_shared_expert_intermediate_size": 40,
+            **ROUTING,
+        },
         {},
     ),
 }

@@ -14,19 +14,28 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.megatron.layers import may_look
 from elastic.worker.contrib.megatron.stack import from_megatron
-from elastic.worker.model.gradients import SCALE
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.contrib.cut_models import run
-from tests.worker.contrib.gpt_models import backward_in_two_parts, build_stack
-from tests.worker.contrib.llama_models import LENGTH, VOCABULARY, config, experts, packed, stack
+from tests.worker.contrib.cut_models import excess, run
+from tests.worker.contrib.gpt_models import backward_in_two_parts, build_stack, gradients_of
+from tests.worker.contrib.llama_models import (
+    LENGTH,
+    VOCABULARY,
+    config,
+    experts,
+    needs_gate,
+    packed,
+    shared_experts,
+    stack,
+)
 from tests.worker.model.toy_model import CPU
 
 transformers = pytest.importorskip("transformers")
 FAMILIES = {"llama": {}, "qwen3": {"qk_layernorm": True}, "qwen2": {"add_qkv_bias": True}}
+KINDS = ("llama", "experts", "shared-experts")
 
 
 def microbatch(index: int, **others: Tensor) -> Microbatch:
@@ -124,10 +133,7 @@ def compare(
     torch.autograd.backward(loss)
     wanted = ours({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for layer, gradients in zip(layers, wanted, strict=True):
-        found = layer.accumulator.layout.views(layer.gradient)
-        names = [name for name, _ in layer.module.named_parameters()]
-        for name, gradient in zip(names, found, strict=True):
-            value = gradient.double() / SCALE
+        for name, value in gradients_of(layer).items():
             torch.testing.assert_close(
                 value, gradients[name].double(), rtol=1e-3, atol=1e-5, msg=name
             )
@@ -141,7 +147,7 @@ def test_cuts_change_no_bit(cuts: list[int], alone: TensorParallel) -> None:
         assert torch.equal(one.gradient, other.gradient)
 
 
-@pytest.mark.parametrize("given", [config(), experts()], ids=["llama", "experts"])
+@pytest.mark.parametrize("given", [config(), experts(), shared_experts()], ids=KINDS)
 def test_a_backward_pass_in_two_parts_changes_no_bit(
     given: TransformerConfig, alone: TensorParallel
 ) -> None:
@@ -149,14 +155,20 @@ def test_a_backward_pass_in_two_parts_changes_no_bit(
     assert all(map(torch.equal, whole, parts))
 
 
-def test_first_loss_is_random_guessing_and_layers_differ(alone: TensorParallel) -> None:
-    layers = build_stack(stack(), alone)
+@pytest.mark.parametrize(
+    "given", [config(), shared_experts(moe_aux_loss_coeff=0.0)], ids=KINDS[::2]
+)
+def test_first_loss_is_random_guessing_and_layers_differ(
+    given: TransformerConfig, alone: TensorParallel
+) -> None:
+    layers = build_stack(stack(given), alone)
     guessing = torch.tensor(float(VOCABULARY)).log().item()
     assert run(layers, [], microbatch(2)) == pytest.approx(guessing, abs=0.1)
     one, two = (dict(layers[i].module.named_parameters()) for i in (1, 2))
     for name, parameter in one.items():
-        wanted = 0.01 if name.endswith(("linear_proj.weight", "down.weight")) else 0.02
-        if parameter.dim() == 2:
+        ends = ("linear_proj.weight", "down.weight", "mlp.down")
+        wanted = 0.01 if name.endswith(ends) else 0.02
+        if parameter.dim() > 1:
             assert parameter.std().item() == pytest.approx(wanted, rel=0.15)
             assert not torch.equal(parameter, two[name])
         else:
@@ -224,7 +236,9 @@ def test_rotary_options_change_the_result(alone: TensorParallel) -> None:
 
 
 ROUTED = {"num_moe_experts": 4}
+SHARED_SIZE, SHARED_GATE = "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"
 CONTEXT2, TP2 = {"context_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+EXPERTS2 = {"expert_model_parallel_size": 2}
 DROPOUTS = "hidden_dropout, config.attention_dropout"
 FREQUENCY, TOPK = "moe_layer_freq", "moe_router_topk"
 BALANCING = "moe_router_load_balancing_type"
@@ -241,6 +255,9 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({**ROUTED, FREQUENCY: [1]}, FREQUENCY, "a list of 2"),
     ({**ROUTED, FREQUENCY: 0}, FREQUENCY, "whole number"),
     ({**ROUTED, "moe_aux_loss_coeff": float("nan")}, "moe_aux_loss_coeff", "from 0 up"),
+    ({**ROUTED, SHARED_SIZE: 1.5}, SHARED_SIZE, "whole number from 1 up"),
+    ({SHARED_SIZE: 40}, SHARED_SIZE, "set num_moe_experts too"),
+    ({**ROUTED, **TP2, **EXPERTS2, SHARED_SIZE: 41}, SHARED_SIZE, "multiple of .* .2."),
     ({"window_size": (4, 0)}, "window_size", "leave it at None"),
     ({**CONTEXT2, **TP2}, "context_parallel_size", "must be 1"),
     ({**CONTEXT2, **ROUTED}, "context_parallel_size", "expert parallelism"),
@@ -263,7 +280,16 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "field", "remedy"), FIELDS)
+GATES = [
+    ({**ROUTED, SHARED_GATE: True}, SHARED_GATE, "set moe_shared_expert_intermediate_size too"),
+    ({**ROUTED, SHARED_SIZE: 40, SHARED_GATE: "no"}, SHARED_GATE, "True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "remedy"),
+    [*FIELDS, *(pytest.param(*one, marks=needs_gate) for one in GATES)],
+)
 def test_fields_that_the_layers_do_not_follow_are_refused(
     fields: dict[str, Any], field: str, remedy: str
 ) -> None:
@@ -364,6 +390,22 @@ def test_rows_of_different_lengths(alone: TensorParallel) -> None:
     layers = build_stack(model, alone)
     short = {name: field[:, :10] for name, field in microbatch(0).fields.items()}
     assert run(layers, [1, 2], microbatch(0)) != run(layers, [2], Microbatch(0, 1, short))
+
+
+@pytest.mark.parametrize("make", [config, experts])
+def test_attention_costs_the_square_of_the_length(
+    make: Callable[..., TransformerConfig], alone: TensorParallel
+) -> None:
+    def part(index: int, rows: int, length: int) -> Microbatch:
+        fields = microbatch(index).fields
+        return Microbatch(0, index, {n: field[:rows, :length] for n, field in fields.items()})
+
+    given = make(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    parts = (part(0, 2, 6), part(1, 1, 10), part(2, 2, LENGTH))
+    found = excess(build_stack(stack(given), alone), [1, 2, 3], parts)
+    inner = 4 + 2 * 3 * 24 if make is experts else 3 * 48
+    square = 4 * 32 * LENGTH / (2 * (2 * 32 * (32 + 16) + 32 * inner))
+    assert found == pytest.approx([0, square, square, 0], abs=1e-9)
 
 
 def test_another_object_is_no_config() -> None:

@@ -18,7 +18,7 @@ from elastic.worker.contrib.folders import INDEX
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, from_huggingface
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.contrib.cut_models import replicas, run
+from tests.worker.contrib.cut_models import excess, replicas, run
 from tests.worker.model.toy_model import ALONE, CPU
 
 transformers = pytest.importorskip("transformers")
@@ -133,6 +133,27 @@ ROUTED: Mapping[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4},
 }
 """Mixtures of experts. One block of qwen2_moe is none; it has shared experts beside the others."""
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("data", DATA)
+def test_attention_costs_the_square_of_the_length(data: str, family: str) -> None:
+    """Masks take nothing off, because attention computes all pairs and then leaves some out."""
+
+    def part(index: int, rows: int, length: int) -> Microbatch:
+        fields = DATA[data](index).fields
+        return Microbatch(0, index, {n: field[:rows, :length] for n, field in fields.items()})
+
+    parts = (part(0, 2, 4), part(1, 1, 8), part(2, 2, 12))
+    stack = from_huggingface(config(family), varying=True)
+    found = excess(replicas(stack), [1, 2, 4], parts)
+    of_token = {  # weights of a block that a token is multiplied with
+        "llama": 2 * 32 * (32 + 16) + 3 * 32 * 48,
+        "gpt_neox": 4 * 32 * 32 + 2 * 32 * 48,
+        "mixtral": 2 * 32 * (32 + 16) + 32 * 4 + 2 * 3 * 32 * 48,
+    }
+    square = 4 * 32 * 12 / (2 * of_token[family])
+    assert found == pytest.approx([0, square, square, 0], abs=1e-9)
 
 
 @pytest.mark.parametrize("data", DATA)

@@ -109,6 +109,14 @@ def test_a_checkpoint_of_another_model_is_named(
         build_stack(stack(config(**changes), weights=folder), alone)
 
 
+def test_a_parameter_that_the_model_lacks_is_named(tmp_path: Path, alone: TensorParallel) -> None:
+    folder = converted(tmp_path, alone, add_qkv_bias=True)
+    with pytest.raises(
+        FieldError, match=r"it has decoder.layers.self_attention.linear_qkv.bias, wh"
+    ):
+        stack(weights=folder)
+
+
 def test_rows_beyond_the_vocabulary_are_left_out(tmp_path: Path, alone: TensorParallel) -> None:
     """megatron rounds the number of rows up."""
     folder, wanted = converted(tmp_path, alone), build_stack(stack(), alone)
@@ -118,9 +126,9 @@ def test_rows_beyond_the_vocabulary_are_left_out(tmp_path: Path, alone: TensorPa
     assert torch.equal(found, whole[: VOCABULARY - 8])
 
 
-def converted(folder: Path, alone: TensorParallel) -> Path:
-    """A checkpoint of `stack()`, as megatron writes it."""
-    layers = build_stack(stack(), alone)
+def converted(folder: Path, alone: TensorParallel, **changes: Any) -> Path:
+    """A checkpoint of `stack()`, as megatron writes it. `changes`: of its config."""
+    layers = build_stack(stack(config(**changes)), alone)
     run(list(layers), [1], Microbatch(0, 0, fields_of(tokens())))
     for layer in layers:
         layer.update(layer.gradient, 1.0, 0.0)  # changes no value

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import replicas, run
 from tests.worker.contrib.gpt_models import build_stack
+from tests.worker.contrib.llama_models import needs_gate
 from tests.worker.contrib.test_huggingface import SIZES
 from tests.worker.contrib.test_huggingface_export import save
 
@@ -35,6 +37,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN2_MOE = {**QWEN3_MOE, "shared_expert_intermediate_size": 40}
+IGNORED = {"shared_expert_intermediate_size": 0, "qkv_bias": True}
+"""Fields of Qwen2 MoE that configs of Qwen3 MoE have, too, without influence."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3}),
@@ -44,9 +49,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
-    "qwen3-moe-some": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
+    "qwen3-moe-some": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1], **IGNORED}),
+    "qwen2-moe": ("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": True}),
+    "qwen2-moe-some": ("qwen2_moe", {**QWEN2_MOE, "decoder_sparse_step": 2, "qkv_bias": False}),
 }
 """Family and changes of the config. Two norms of the top probabilities are among them."""
+
+
+def kinds(*names: str) -> list[Any]:
+    """Names of MODELS, for a test that is skipped where megatron-core lacks a part of the model."""
+    gated = [name for name in names if name.startswith("qwen2-moe")]
+    return [pytest.param(n, marks=needs_gate) if n in gated else n for n in names]
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -81,7 +94,7 @@ def fields_of(tokens: Tensor) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", kinds(*MODELS))
 def test_weights_of_transformers_there_and_back(
     name: str, tmp_path: Path, alone: TensorParallel
 ) -> None:
@@ -140,7 +153,7 @@ def test_fields_of_the_config_can_be_given(tmp_path: Path) -> None:
     assert from_megatron(given, **arguments).shapes(1)["layer.mlp.up"] == (4, 24, 32)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", kinds("llama", "qwen3-moe", "qwen2-moe"))
 def test_both_kinds_of_layers_need_the_same_operations(name: str, tmp_path: Path) -> None:
     """But for the products of queries and keys, and norms, which a product with a vector has."""
     given = config_of(name)
@@ -150,7 +163,9 @@ def test_both_kinds_of_layers_need_the_same_operations(name: str, tmp_path: Path
     assert 0 <= from_huggingface(given).training_flops(100) - here < 0.02 * here
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-some"])
+@pytest.mark.parametrize(
+    "name", kinds("mixtral", "qwen3-moe", "qwen3-moe-some", "qwen2-moe", "qwen2-moe-some")
+)
 def test_the_loss_of_evenly_used_experts_is_that_of_transformers(
     name: str, tmp_path: Path, alone: TensorParallel
 ) -> None:
@@ -200,6 +215,19 @@ ROPE = "LlamaConfig.rope_parameters"
         ("mixtral", {"router_jitter_noise": 0.1}, {}, "MixtralConfig.router_jitter_noise: 0.1"),
         ("mixtral", {"num_experts_per_tok": 1}, {}, "MixtralConfig.num_experts_per_tok: 1 .* 2"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, {}, "Qwen3MoeConfig.decoder_sparse_step: 0"),
+        ("qwen2-moe", {"num_experts": 0}, {}, "Qwen2MoeConfig.num_experts: 0 .* from 1 up"),
+        (
+            "qwen2-moe",
+            {"shared_expert_intermediate_size": 0},
+            {},
+            "Qwen2MoeConfig.shared_expert_intermediate_size: 0 .* from 1 up",
+        ),
+        (
+            "qwen2-moe",
+            {"use_sliding_window": True, "sliding_window": 8},
+            {},
+            "Qwen2MoeConfig.sliding_window: 8 .* at least max",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
@@ -221,6 +249,15 @@ def test_what_the_layers_do_not_compute_is_named(
     config_of(name, **changes).save_pretrained(tmp_path)
     with pytest.raises(FieldError, match=text):
         megatron_config(tmp_path, max_sequence_length=LENGTH, **fields)
+
+
+def test_a_megatron_without_the_gate_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_of("qwen2-moe").save_pretrained(tmp_path)
+    monkeypatch.delattr(TransformerConfig, "moe_shared_expert_gate", raising=False)
+    with pytest.raises(FieldError, match=r"shared_expert_intermediate_size: 40 .* 0.16 or newer"):
+        megatron_config(tmp_path, max_sequence_length=LENGTH)
 
 
 def test_another_family_is_named(tmp_path: Path) -> None:
@@ -247,14 +284,28 @@ def test_weights_of_another_model_are_named(
         layers_of(stack_of(tmp_path / "model", tmp_path / "weights"), alone)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("given", "name", "fields", "text"),
+    [
+        ("qwen2", "llama", {}, "bias"),
+        ("qwen3", "llama", {}, "norm.weight"),
+        ("qwen2-moe-some", "qwen3-moe-some", {}, r"shared_expert\.\w+\.weight"),
+        pytest.param(
+            "qwen2-moe",
+            "qwen2-moe",
+            {"moe_shared_expert_gate": False},
+            "shared_expert_gate.weight",
+            marks=needs_gate,
+        ),
+    ],
+)
 def test_weights_that_would_be_left_out_are_named(
-    family: str, tmp_path: Path, alone: TensorParallel
+    given: str, name: str, fields: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
-    model_of(config_of(family, head_dim=8)).save_pretrained(tmp_path / "weights")
-    config_of("llama").save_pretrained(tmp_path / "model")
-    with pytest.raises(FieldError, match=r"it has .*(bias|norm.weight), which this model does not"):
-        stack_of(tmp_path / "model", tmp_path / "weights")
+    model_of(config_of(given, head_dim=8)).save_pretrained(tmp_path / "weights")
+    config_of(name).save_pretrained(tmp_path / "model")
+    with pytest.raises(FieldError, match=rf"it has .*{text}, which this model does not"):
+        stack_of(tmp_path / "model", tmp_path / "weights", **fields)
 
 
 def test_numbers_with_scales_are_named(tmp_path: Path, alone: TensorParallel) -> None:

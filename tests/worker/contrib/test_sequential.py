@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from elastic.domain.errors import FieldError
 from elastic.worker.contrib.sequential import SequentialModel, from_sequential
 from elastic.worker.model.microbatch import Microbatch
-from tests.worker.contrib.cut_models import replicas, run
+from tests.worker.contrib.cut_models import excess, replicas, run
 from tests.worker.model.toy_model import ALONE, CPU
 
 WIDTH, CLASSES = 8, 5
@@ -152,3 +152,21 @@ def test_modules_draw_initial_values_after_their_children() -> None:
     assert not values["parts.0.self_attn.out_proj.bias"].any()
     assert all(not value.isnan().any() for value in values.values())
     assert values["parts.0.linear1.bias"].any()
+
+
+def test_attention_costs_the_square_of_the_length() -> None:
+    def rows(index: int, length: int) -> Microbatch:
+        x = torch.rand(1 + index, length, WIDTH)
+        return Microbatch(0, index, {"x": x, "y": x})
+
+    encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+    modules = [nn.Linear(WIDTH, WIDTH), encoder, nn.Linear(WIDTH, WIDTH)]
+    stack = from_sequential(
+        modules,
+        loss=lambda out, given: (out - given.fields["y"]).square().mean(),
+        varying=True,
+    )
+    lengths = (16, 40, 24)
+    found = excess(replicas(stack), [1, 2], (rows(*one) for one in enumerate(lengths)))
+    per_token = 2 * (4 * WIDTH**2 + 2 * WIDTH * 16)
+    assert found == pytest.approx([0, 4 * WIDTH * 24 / per_token, 0], abs=1e-9)

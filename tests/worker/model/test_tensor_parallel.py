@@ -13,7 +13,15 @@ import torch
 from elastic.worker.contrib.megatron.stack import GPTStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.state_codec import read_state, reshard
-from tests.worker.contrib.gpt_models import build, build_stack, config, run, state_of, train
+from tests.worker.contrib.gpt_models import (
+    build,
+    build_stack,
+    config,
+    gradients_of,
+    run,
+    state_of,
+    train,
+)
 from tests.worker.contrib.llama_models import packed_microbatch
 from tests.worker.model.tp_worker import current, split_models
 
@@ -126,7 +134,7 @@ def test_a_backward_pass_in_two_parts_gives_the_same_bits(ranks: list[dict[str, 
         assert all(torch.equal(a, b) for a, b in zip(rank["whole"], rank["parts"], strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "experts"])
+@pytest.mark.parametrize("name", ["llama", "experts", "shared experts"])
 def test_current_architectures_learn_as_on_one_rank(
     ranks: list[dict[str, Any]], name: str, alone: TensorParallel
 ) -> None:
@@ -144,6 +152,23 @@ def test_current_architectures_learn_as_on_one_rank(
         for a, b in zip(read_state(one)[1], read_state(other)[1], strict=True):
             assert a.shard_dim >= 0 or torch.equal(a.tensor, b.tensor), a.name
         close(reshard([one, other], 0, 1), state_of(replica))
+
+
+@pytest.mark.parametrize("name", ["llama", "experts", "shared experts"])
+def test_current_architectures_have_the_gradients_of_one_rank(
+    ranks: list[dict[str, Any]], name: str, alone: TensorParallel
+) -> None:
+    layers = build_stack(current(1, init_method_std=0.2)[name], alone)
+    run(layers, 0, 0)
+    for index, replica in enumerate(layers):
+        one, other = (rank[f"{name} gradients"][index] for rank in ranks)
+        for parameter, wanted in gradients_of(replica).items():
+            dim = getattr(replica.module.get_parameter(parameter), "partition_dim", -1)
+            found = one[parameter]
+            if dim >= 0:
+                found = torch.cat([found, other[parameter]], dim)
+            assert wanted.abs().max() > 1e-3, parameter
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5, msg=parameter)
 
 
 @pytest.mark.parametrize("name", ["plain", "learned", "masked"])

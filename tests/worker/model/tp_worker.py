@@ -17,6 +17,7 @@ from tests.worker.contrib.gpt_models import (
     build,
     build_stack,
     config,
+    gradients_of,
     parts_and_whole,
     run,
     state_of,
@@ -24,14 +25,14 @@ from tests.worker.contrib.gpt_models import (
 )
 
 
-def current(size: int) -> dict[str, MegatronStack]:
-    """Models of current architectures for `size` ranks."""
-    sizes = {"tensor_model_parallel_size": size}
+def current(size: int, **changes: float) -> dict[str, MegatronStack]:
+    """Models of current architectures for `size` ranks. `changes`: more fields of their configs."""
+    dense = {"tensor_model_parallel_size": size, **changes}
+    routed = {"expert_model_parallel_size": size, **dense}
     return {
-        "llama": llama_models.stack(llama_models.config(**sizes)),
-        "experts": llama_models.stack(
-            llama_models.experts(**sizes, expert_model_parallel_size=size)
-        ),
+        "llama": llama_models.stack(llama_models.config(**dense)),
+        "experts": llama_models.stack(llama_models.experts(**routed)),
+        "shared experts": llama_models.stack(llama_models.shared_experts(**routed)),
     }
 
 
@@ -85,6 +86,10 @@ def main(rank: int, size: int, folder: Path) -> None:
         results[f"{name} initial"] = [state_of(replica) for replica in layers]
         results[f"{name} losses"] = train(layers, 2)
         results[f"{name} states"] = [state_of(replica) for replica in layers]
+    for name, stack in current(size, init_method_std=0.2).items():
+        layers = build_stack(stack, tp)
+        run(layers, 0, 0)
+        results[f"{name} gradients"] = [gradients_of(replica) for replica in layers]
     torch.save(results, folder / f"rank{rank}.pt")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +43,11 @@ OUTSIDE = {
 VOCABULARY = ("embedding.word_embeddings.weight", "output.weight")
 """Matrices with a row per token. megatron stores more rows than there are tokens."""
 BLOCKS, EXPERTS = "decoder.layers", "mlp.experts.experts"
+MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
+"""How megatron's names of a model's tensors begin. The others are an optimizer's."""
+NO_PARAMETER = "_extra_state"
+"""How names of tensors end that are no parameters, but settings of Transformer Engine."""
+MATRICES_OF_EXPERTS = ("mlp.gate", "mlp.up", "mlp.down")
 FOLDER = (
     "a folder of megatron's --save with --ckpt-format torch_dist is needed, or one iteration in it"
 )
@@ -67,6 +72,16 @@ class MegatronCheckpoint:
                 remedy = f"it has {name}, and the model has {blocks} blocks"
                 raise FieldError("weights", str(folder), remedy)
 
+    def check(self, names: Iterable[tuple[int, str]], /) -> None:
+        """Raise FieldError for a stored parameter that the model lacks. `names`: (layer, name) of
+        all its parameters."""
+        known = {stored for layer, name in names for stored in _stored_names(layer, name)}
+        for name in self._stored.tensors:
+            plain = re.sub(rf"{re.escape(EXPERTS)}\.\d+\.", f"{EXPERTS}.", name)
+            if plain.startswith(MODEL) and not plain.endswith(NO_PARAMETER) and plain not in known:
+                remedy = f"it has {name}, which the model lacks: give the config of this model"
+                raise FieldError("weights", str(self._stored.folder), remedy)
+
     def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
         """Return the whole parameter `name` of a layer, of this shape. `gated`: MLPs are gated."""
         if name in OUTSIDE:
@@ -83,7 +98,7 @@ class MegatronCheckpoint:
     def _of_block(self, block: int, name: str, shape: Sequence[int], gated: bool) -> Tensor:
         half = _half(name) if gated else None
         if name.startswith("mlp.") and len(shape) == 3:
-            matrix = f"{_expert_matrix(name)}.weight"
+            matrix = f"{_linear(name)}.weight"
             value = self._experts(block, matrix, shape[0])
         else:
             names = _names(name)
@@ -190,7 +205,7 @@ def _block_parts(values: Mapping[str, Tensor]) -> Iterator[Part]:
         half = _half(inner) if gated else None
         names = _names(inner)
         if inner.startswith("mlp.") and value.dim() == 3:
-            names = [f"{EXPERTS}.{_expert_matrix(inner)}.weight"]
+            names = [f"{EXPERTS}.{_linear(inner)}.weight"]
         elif (
             inner.startswith("pre_mlp_layernorm.") and "layer.mlp.router.weight" not in values
         ) or inner.startswith("input_layernorm."):
@@ -212,6 +227,17 @@ def _placed(part: Part, place: tuple[int, int] | None) -> Part:
     return Part(part.name, part.values.unsqueeze(0), offsets, size)
 
 
+def _stored_names(layer: int, name: str) -> Iterator[str]:
+    """Yield all names under which a parameter may be stored, without the numbers of experts."""
+    if name in OUTSIDE:
+        yield OUTSIDE[name]
+        return
+    inner = name.removeprefix("layer.")
+    matrix = [f"{EXPERTS}.{_linear(inner)}.weight"] if inner in MATRICES_OF_EXPERTS else []
+    for one in (*_names(inner), *matrix):
+        yield from (f"{BLOCKS}.{one}", f"{BLOCKS}.{layer - 1}.{one}")
+
+
 def _names(name: str) -> list[str]:
     """Return megatron's names of a parameter of a block: that of its usual layers, and others.
 
@@ -226,20 +252,24 @@ def _names(name: str) -> list[str]:
             return [f"mlp.linear_fc1.layer_norm_{kind}", name]
         case "self_attention.q_layernorm.norm" | "self_attention.k_layernorm.norm":
             return [f"{module.removesuffix('.norm')}.{kind}"]
-        case "mlp.gate" | "mlp.up":
-            return [f"mlp.linear_fc1.{kind}"]
-        case "mlp.down":
-            return [f"mlp.linear_fc2.{kind}"]
+        case "mlp.gate" | "mlp.up" | "mlp.down":
+            return [f"mlp.{_linear(module)}.{kind}"]
+        case "mlp.shared_experts.gate" | "mlp.shared_experts.up" | "mlp.shared_experts.down":
+            return [f"mlp.shared_experts.{_linear(module)}.{kind}"]
+        case "mlp" if kind == "shared_expert_gate":
+            return ["mlp.shared_experts.gate_weight"]
     return [name]
 
 
-def _expert_matrix(name: str) -> str:
+def _linear(name: str) -> str:
+    """Return megatron's name of a matrix of an MLP."""
     return "linear_fc2" if name.endswith("down") else "linear_fc1"
 
 
 def _half(name: str) -> int | None:
     """Return which half of the first matrix of a gated MLP a parameter is; None: no half of it."""
-    return {"mlp.gate": 0, "mlp.up": 1}.get(".".join(name.split(".")[:2]))
+    found = re.match(r"mlp\.(shared_experts\.)?(gate|up)\b", name)
+    return ("gate", "up").index(found[2]) if found else None
 
 
 def _rows(name: str, value: Tensor) -> int:

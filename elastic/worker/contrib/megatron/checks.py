@@ -52,6 +52,8 @@ HONOURED = frozenset(
         "expert_model_parallel_size",
         "num_moe_experts",
         "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
         "moe_layer_freq",
         "moe_router_topk",
         "moe_router_dtype",
@@ -87,6 +89,7 @@ NO_INFLUENCE = frozenset(
         "cross_entropy_loss_fusion",
         "timers",
         "moe_grouped_gemm",
+        "moe_shared_expert_overlap",
         "moe_token_dispatcher_type",
         "moe_permute_fusion",
         "moe_router_fusion",
@@ -167,6 +170,7 @@ def check_config(config: object, model: LanguageModel) -> TransformerConfig:
         _check_context(config, model)
     if config.num_moe_experts is not None:
         _check_experts(config)
+    _check_shared_experts(config)
     _check_splits(config, model)
     return config
 
@@ -271,6 +275,23 @@ def _check_experts(config: TransformerConfig) -> None:
         _number("config.moe_z_loss_coeff", config.moe_z_loss_coeff, least=0)
 
 
+def _check_shared_experts(config: TransformerConfig) -> None:
+    """Raise FieldError for shared experts that `Experts` does not compute."""
+    size = config.moe_shared_expert_intermediate_size
+    gate = getattr(config, "moe_shared_expert_gate", False)  # megatron-core 0.15 has no such field
+    if not isinstance(gate, bool):
+        _refuse("config.moe_shared_expert_gate", gate, "True or False")
+    if size is None:
+        if gate:
+            remedy = "set moe_shared_expert_intermediate_size too"
+            _refuse("config.moe_shared_expert_gate", gate, remedy)
+        return
+    name = "config.moe_shared_expert_intermediate_size"
+    whole_number(name, size, 1)
+    if config.num_moe_experts is None:
+        _refuse(name, size, "set num_moe_experts too: shared experts are beside others")
+
+
 def _check_splits(config: TransformerConfig, model: LanguageModel) -> None:
     """Raise FieldError for what tensor-parallel ranks cannot split evenly."""
     tp = config.tensor_model_parallel_size
@@ -280,6 +301,9 @@ def _check_splits(config: TransformerConfig, model: LanguageModel) -> None:
         "config.ffn_hidden_size": config.ffn_hidden_size,
         "vocab_size": model.vocab_size,
     }
+    shared = config.moe_shared_expert_intermediate_size
+    if shared is not None:
+        split["config.moe_shared_expert_intermediate_size"] = shared
     for name, number in split.items():
         if number % tp:
             remedy = f"it must be a multiple of config.tensor_model_parallel_size ({tp})"

@@ -2,7 +2,8 @@
 
 The ranks of a node share the experts: each holds an equal part of them. All ranks have all tokens,
 as in the rest of a tensor-parallel layer, so each computes what its experts give to the tokens that
-chose them, and the sum over the ranks is the result.
+chose them, and the sum over the ranks is the result. Shared experts are one MLP that sees every
+token. The ranks split its matrices.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.domain.errors import needs_extra
+from elastic.worker.contrib.megatron.mlp import parallel_mlp
 
 with (
     needs_extra("megatron", "A model of megatron-core layers"),
@@ -30,6 +32,12 @@ with (
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def has_shared_gate(config: TransformerConfig) -> bool:
+    """Return whether shared experts have a gate. (Configs of megatron-core 0.15 have no such
+    field.)"""
+    return bool(getattr(config, "moe_shared_expert_gate", False))
 
 
 class SelfGroup:
@@ -94,6 +102,13 @@ class Experts(nn.Module):
 
         self.gate = weights(inner, hidden) if config.gated_linear_unit else None
         self.up, self.down = weights(inner, hidden), weights(hidden, inner)
+        shared = config.moe_shared_expert_intermediate_size
+        self.shared_experts = None if shared is None else parallel_mlp(config, shared, group)
+        self.shared_expert_gate = (
+            nn.Parameter(torch.empty(1, hidden, dtype=config.params_dtype))
+            if has_shared_gate(config)
+            else None
+        )
 
     def forward(self, hidden: Tensor, **others: Any) -> tuple[Tensor, None]:
         """[s, b, hidden] -> the same shape, and no bias."""
@@ -111,13 +126,23 @@ class Experts(nn.Module):
             out.index_add_(0, rows, self._expert(index, tokens[rows]) * weight)
         if self._group.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, self._group)
-        return out.to(hidden.dtype).view_as(hidden), None
+        routed = out.to(hidden.dtype).view_as(hidden)
+        if self.shared_experts is None:
+            return routed, None
+        return routed + self._shared(self.shared_experts, hidden), None
 
     def take_router_loss(self) -> Tensor:
         """Return the sum of the router's losses in the last forward pass, once: a layer keeps
         nothing of a pass."""
         losses, self.router.losses = self.router.losses, []
         return sum(losses, start=torch.zeros(()))
+
+    def _shared(self, mlp: nn.Module, hidden: Tensor) -> Tensor:
+        """[s, b, hidden] -> the same shape. All ranks compute the same weight of a token."""
+        out = cast(Tensor, mlp(hidden)[0])
+        if self.shared_expert_gate is None:
+            return out
+        return out * nn.functional.linear(hidden, self.shared_expert_gate).sigmoid()
 
     def _expert(self, index: int, tokens: Tensor) -> Tensor:
         linear = nn.functional.linear

@@ -77,6 +77,7 @@ with (
     from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 
     from elastic.worker.contrib.megatron.experts import Experts
+    from elastic.worker.contrib.megatron.mlp import parallel_mlp
 
 LEARNED, ROPE, NO_POSITIONS = "learned_absolute", "rope", "none"
 POSITIONS = (LEARNED, ROPE, NO_POSITIONS)
@@ -190,42 +191,6 @@ class HeadNorm(nn.Module):
         return cast(Tensor, torch.func.functional_call(self.norm, shared, (heads,)))
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), as SwiGLU.
-
-    megatron's MLP has gate and up in one matrix, of which a tensor-parallel rank holds two pieces.
-    Two matrices are split like all others, so that checkpoints fit any tensor-parallel size.
-    """
-
-    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
-        super().__init__()
-        inner, self.activation = config.ffn_hidden_size, config.activation_func
-        gate_and_up: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "gather_output": False,
-            "bias": config.add_bias_linear,
-            "tp_group": tp_group,
-        }
-        self.gate = ColumnParallelLinear(config.hidden_size, inner, **gate_and_up)
-        self.up = ColumnParallelLinear(config.hidden_size, inner, **gate_and_up)
-        self.down = RowParallelLinear(
-            inner,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=tp_group,
-        )
-
-    def forward(self, hidden: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] -> the same shape, and the bias that is still to be added."""
-        gate, up = self.gate(hidden)[0], self.up(hidden)[0]
-        return cast("tuple[Tensor, Tensor | None]", self.down(self.activation(gate) * up))
-
-
 def context_of(groups: Any) -> ContextParallel | None:
     """Return the ranks that split sequences; None if no others do."""
     return ContextParallel(groups.cp) if groups.cp.size() > 1 else None
@@ -291,8 +256,8 @@ class BlockLayer(MegatronLayer):
         self.layer = build_module(spec, config=config, layer_number=index, pg_collection=groups)
         if is_routed(config, index):
             self.layer.mlp = Experts(config, groups.tp)
-        elif config.gated_linear_unit:
-            self.layer.mlp = GatedMLP(config, groups.tp)
+        else:
+            self.layer.mlp = parallel_mlp(config, config.ffn_hidden_size, groups.tp)
 
     def compute(self, value: Value | None, microbatch: Microbatch) -> Value:
         if not isinstance(value, dict):
@@ -469,8 +434,7 @@ def layer_spec(config: TransformerConfig, groups: Any) -> Any:
     if config.qk_layernorm:
         norm = ModuleSpec(module=HeadNorm, params={"group": groups.tp})
         attention.q_layernorm = attention.k_layernorm = norm
-    if config.gated_linear_unit or config.num_moe_experts is not None:
-        layer.mlp = IdentityOp  # BlockLayer makes its own
+    layer.mlp = IdentityOp  # BlockLayer makes its own
     return spec
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.contrib.folders import INDEX, SINGLE, is_file
 from elastic.worker.contrib.megatron.checks import NO_INFLUENCE, check_config, check_model
-from elastic.worker.contrib.megatron.experts import SelfGroup
+from elastic.worker.contrib.megatron.experts import SelfGroup, has_shared_gate
 from elastic.worker.contrib.megatron.gpt import GPTConfig
 from elastic.worker.contrib.megatron.layers import (
     LEARNED,
@@ -50,7 +50,7 @@ from elastic.worker.model.optimizer import OptimizerSpec
 T = TypeVar("T")
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 HEAD_WEIGHT = "output.weight"
-OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "mlp.down.weight", "mlp.down")
+OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "down.weight", "mlp.down")
 """Ends of the names of the last matrices of attention and MLP."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -142,6 +142,9 @@ def from_megatron(
 class StoredParameters(Protocol):
     """Initial values of whole parameters."""
 
+    def check(self, names: Iterable[tuple[int, str]], /) -> None:
+        """Raise FieldError for a stored parameter that is not among these (layer, name)."""
+
     def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
         """Return parameter `name` of a layer, of this shape. `gated`: MLPs are gated. Raises
         FieldError."""
@@ -192,6 +195,10 @@ class MegatronStack(LayerStack):
         if model.share_embeddings_and_output_weights:
             last = config.num_layers + 1
             self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),)
+        if weights is not None:
+            kinds = [self._kind(layer) for layer in range(self.n_layers)]
+            names = {kind: [name for name, _ in self._parameters(kind)] for kind in set(kinds)}
+            weights.check((i, name) for i, kind in enumerate(kinds) for name in names[kind])
 
     @property
     def n_layers(self) -> int:
@@ -259,11 +266,13 @@ class MegatronStack(LayerStack):
         return 3.0 * tokens * sum(self._each(self._products))
 
     def _columns(self, kind: Kind) -> int:
-        """Return the columns of all matrices of a block, with those of the chosen experts only."""
+        """Return the columns of all matrices of a block. Of the routed experts, the chosen ones
+        count."""
         config = self.config
         inner = config.ffn_hidden_size
         if kind is Kind.EXPERTS:
             inner = config.moe_ffn_hidden_size * config.moe_router_topk
+            inner += config.moe_shared_expert_intermediate_size or 0
         heads = config.num_attention_heads + config.num_query_groups
         matrices = 3 if config.gated_linear_unit else 2
         return int(2 * heads * config.kv_channels + inner * matrices)
@@ -281,6 +290,7 @@ class MegatronStack(LayerStack):
         columns = self._columns(kind)
         if kind is Kind.EXPERTS:
             columns += config.num_moe_experts  # of the router
+            columns += int(has_shared_gate(config))
         return 2.0 * int(config.hidden_size) * columns + pairs
 
     def contents(self) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 - ours.py is our own coordinator on virtual time; lost_work.py models the work that it repeats.
 - Rival systems, each modelled from its publication: varuna.py, bamboo.py, oobleck.py, parcae.py,
-  recycle.py, torchft.py, gemini.py and checkpoint_restart.py (torchrun with Megatron; spare nodes).
-  The planners of Varuna and Oobleck are in `elastic_sim.steps.rival_planners`.
+  recycle.py, torchft.py, ft_hsdp.py, recover.py, gemini.py and checkpoint_restart.py (torchrun with
+  Megatron; spare nodes). The planners of Varuna and Oobleck are in
+  `elastic_sim.steps.rival_planners`, ReCycle's schedule in `elastic_sim.steps.rerouted_schedule`.
 - oracles.py has upper bounds. Goodput is measured against `OraclePolicy`.
 
 Start with base.py. Policies decide; they must not compute durations, which `SimulatedWorld` and
@@ -17,18 +18,21 @@ from elastic.planning.plan.schemes import schemes_of
 from elastic_sim.steps.policies.bamboo import BambooPolicy
 from elastic_sim.steps.policies.base import PolicyBase
 from elastic_sim.steps.policies.checkpoint_restart import CheckpointRestartPolicy, SparesPolicy
+from elastic_sim.steps.policies.ft_hsdp import FTHSDPPolicy
 from elastic_sim.steps.policies.gemini import GeminiPolicy
 from elastic_sim.steps.policies.oobleck import OobleckPolicy
 from elastic_sim.steps.policies.oracles import CeilingPolicy, OraclePolicy
 from elastic_sim.steps.policies.ours import SCHEMES, our_policy
 from elastic_sim.steps.policies.parcae import ParcaePolicy, ParcaeTrendPolicy
+from elastic_sim.steps.policies.recover import ReCoVerPolicy
 from elastic_sim.steps.policies.recycle import ReCyclePolicy
 from elastic_sim.steps.policies.torchft import TorchFTPolicy
 from elastic_sim.steps.policies.varuna import VarunaNoRollbackPolicy, VarunaPolicy
 
 RIVALS: tuple[type[PolicyBase], ...] = (
     CheckpointRestartPolicy, VarunaPolicy, VarunaNoRollbackPolicy, BambooPolicy, OobleckPolicy,
-    ParcaePolicy, ParcaeTrendPolicy, ReCyclePolicy, TorchFTPolicy, GeminiPolicy, SparesPolicy,
+    ParcaePolicy, ParcaeTrendPolicy, ReCyclePolicy, ReCoVerPolicy, TorchFTPolicy, FTHSDPPolicy,
+    GeminiPolicy, SparesPolicy,
 )  # fmt: skip
 ORACLES: tuple[type[PolicyBase], ...] = (OraclePolicy, CeilingPolicy)
 

@@ -178,6 +178,7 @@ class PolicyBase(ElasticPolicy):
         if not self.pays_off(job, larger, 2 * checkpoint_s + restart_s):
             return None
         parts = pauses(write_s=checkpoint_s, plan_s=restart_s, transfer_s=checkpoint_s)
+        self._durable_step, self._step_being_written = job.steps, None
         return Reconfiguration(parts, self.start(job), reason="a larger grid")
 
     def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:

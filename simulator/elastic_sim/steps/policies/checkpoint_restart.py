@@ -2,6 +2,18 @@
 
 `CheckpointRestartPolicy` is torchrun with Megatron, `SparesPolicy` adds nodes that wait. Varuna and
 Gemini (varuna.py, gemini.py) derive from it.
+
+Checkpoints are asynchronous, as the documents of these systems recommend. Training waits while all
+devices copy the state to host memory, and continues while it is written. A restart uses the newest
+checkpoint whose write is complete; it ends a running write. Sources:
+
+- Megatron: NeMo Distributed Checkpoint User Guide (the state is copied to the CPU first and
+  persisted in the background; each rank saves its own part); option --async-save.
+- Varuna: docs/morphing.rst of github.com/microsoft/varuna (background copying and sharding are
+  recommended); varuna/checkpoint.py loads only complete checkpoints.
+
+Assumed: one write at a time, no slowdown of training by it, and Varuna's local directory is as fast
+as host memory.
 """
 
 from __future__ import annotations
@@ -10,7 +22,7 @@ from collections.abc import Sequence
 from math import ceil, sqrt
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
-from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
+from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -21,8 +33,10 @@ class CheckpointRestartPolicy(PolicyBase):
     about = PolicyDescription(
         name="checkpoint",
         what="restart from a durable checkpoint, grid chosen again",
-        source="torchrun with Megatron: a loss is detected after 15 s; checkpoint interval sqrt(2 "
-        "C M) (Young 1974); restart times of ByteRobust and Varuna",
+        source="torchrun with Megatron: a loss is detected after 15 s; asynchronous checkpoints "
+        "(NeMo Distributed Checkpoint User Guide, --async-save): training waits for the copy to "
+        "host memory alone; interval sqrt(2 C M) (Young 1974) with C of the copy, but not shorter "
+        "than a write; restart times of ByteRobust and Varuna",
     )
     detect_s = 15.0
 
@@ -46,11 +60,15 @@ class CheckpointRestartPolicy(PolicyBase):
 
         One loss in an hour is assumed before the start."""
         mtbf_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
-        interval_s = sqrt(2 * self.checkpoint_s(job) * mtbf_s)
+        interval_s = sqrt(2 * self.copy_s(job) * mtbf_s)
         return job.now - self._last_checkpoint_ms >= 1000 * interval_s
 
     def read_s(self, job: JobView) -> float:
         """Return the seconds to load a checkpoint."""
+        return self.checkpoint_s(job)
+
+    def save_s(self, job: JobView) -> float:
+        """Return the seconds to save the state before a restart that is planned."""
         return self.checkpoint_s(job)
 
     def step_after_restart(self, job: JobView) -> int:
@@ -60,7 +78,7 @@ class CheckpointRestartPolicy(PolicyBase):
         """Return whether a restart with the nodes that joined pays off."""
         n = len(job.alive)
         larger = self.plan_for(n) if n > self._planned_for else None
-        return self.pays_off(job, larger, self.restart_s(job) + self.read_s(job))
+        return self.pays_off(job, larger, self.planned_restart_s(job))
 
     # ---- events ----
 
@@ -78,21 +96,37 @@ class CheckpointRestartPolicy(PolicyBase):
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         self._complete_write(job)
-        if not self.checkpoint_due(job):
+        if self._write is not None or not self.checkpoint_due(job):
             return None
         if self.should_grow(job):
             self.saved_step = job.steps
-            return self.restart(job, "nodes joined", loss=False, write_s=self.checkpoint_s(job))
+            return self.restart(job, "nodes joined", loss=False, write_s=self.save_s(job))
         return self.write_checkpoint(job)
 
     # ---- parts ----
 
     def write_checkpoint(self, job: JobView, reason: str = "checkpoint") -> Reconfiguration:
-        seconds = self.checkpoint_s(job)
-        self._last_checkpoint_ms = job.now + round(1000 * seconds)
-        self._write = job.steps, self._last_checkpoint_ms
-        parts = pauses(write_s=seconds)
+        """Return the pause for the copy to host memory, after which the write begins.
+
+        A write that is running ends unfinished.
+        """
+        parts = pauses(write_s=self.copy_s(job))
+        self._last_checkpoint_ms = job.now + sum(length for _, length in parts)
+        self._write = job.steps, self._last_checkpoint_ms + to_ms(self.checkpoint_s(job))
         return Reconfiguration(parts, self.with_stragglers(job), reason=reason)
+
+    @property
+    def newest_checkpoint(self) -> int:
+        """Step of the newest checkpoint, whether its write is complete or not."""
+        return self._write[0] if self._write else self.saved_step
+
+    def copy_s(self, job: JobView) -> float:
+        """Return the seconds that training waits for a checkpoint."""
+        return self.world.host_copy_s(len(job.alive))
+
+    def planned_restart_s(self, job: JobView) -> float:
+        """Return the seconds of a restart without a loss."""
+        return self.save_s(job) + self.restart_s(job) + self.read_s(job)
 
     def restart(
         self, job: JobView, reason: str, *, loss: bool = True, write_s: float = 0.0
@@ -142,7 +176,7 @@ class SparesPolicy(CheckpointRestartPolicy):
 
     def should_grow(self, job: JobView) -> bool:
         larger = self._grid_with_spares(len(job.alive))
-        grows = self.pays_off(job, larger, self.restart_s(job) + self.read_s(job))
+        grows = self.pays_off(job, larger, self.planned_restart_s(job))
         if grows:
             self._grid = larger
         return grows

@@ -60,6 +60,10 @@ class GeminiPolicy(CheckpointRestartPolicy):
         self._peers = _pair_up(list(job.alive)[: self._nominal.nodes if self._nominal else 0])
         return self.restart(job, "nodes joined", loss=False) if self.should_grow(job) else None
 
+    def save_s(self, job: JobView) -> float:
+        """Return 0: the state after a step is with the peers."""
+        return 0.0
+
     def read_s(self, job: JobView) -> float:
         """Return the seconds in which each node reads its share from a peer's memory."""
         return self.transfer_s(self.world.state_bytes / max(1, len(job.alive)))

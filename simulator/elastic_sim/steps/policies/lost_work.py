@@ -1,5 +1,7 @@
 """Work that our runtime repeats after a loss, by backup scheme (docs/design/backup.md).
 
+ReCycle's model uses `recompute`, because its plans have no gradient scheme.
+
 At the fault, every pipeline has finished the same share of its micro-batches. Unfinished
 micro-batches of all pipelines are abandoned, and the pipelines fill again. Of the finished ones,
 the gradients of the lost stage are missing where they were not saved:

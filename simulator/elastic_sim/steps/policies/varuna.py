@@ -20,8 +20,9 @@ class VarunaPolicy(CheckpointRestartPolicy):
         name="varuna",
         what="restart at a new (P, D) from the last checkpoint, every 10 steps; checkpoint on "
         "notice",
-        source="Athlur et al., EuroSys 2022; every 10 steps as in Oobleck's artifact; notices "
-        "polled every 5 s",
+        source="Athlur et al., EuroSys 2022; every 10 steps as in Oobleck's artifact; checkpoints "
+        "copied in the background and sharded, as docs/morphing.rst of its repository recommends; "
+        "notices polled every 5 s",
     )
     detect_s = 5.0
 
@@ -31,11 +32,12 @@ class VarunaPolicy(CheckpointRestartPolicy):
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> None:
         """Schedule a checkpoint so late that it is just complete before the nodes leave."""
         left_s = min(event.seconds for event in leaving) - job.now / 1000
-        job.set_timer(max(0.0, left_s - self.checkpoint_s(job) - 0.5), "notice")
+        needed_s = self.copy_s(job) + self.checkpoint_s(job) + 0.5
+        job.set_timer(max(0.0, left_s - needed_s), "notice")
 
     def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
         self._complete_write(job)
-        if job.paused or job.setup is None or self.saved_step == job.steps:
+        if job.paused or job.setup is None or self.newest_checkpoint == job.steps:
             return None
         return self.write_checkpoint(job, "notice of a loss: checkpoint")
 

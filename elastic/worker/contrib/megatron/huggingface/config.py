@@ -15,7 +15,8 @@ from elastic.worker.contrib.huggingface.stack import config_in, refuse_quantized
 from elastic.worker.contrib.megatron.layers import TransformerConfig
 from elastic.worker.model.checks import Described, description, whole_number
 
-DENSE, ROUTED = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES = (*DENSE, *ROUTED)
 """Values of `model_type` in a config.json."""
 FOLDER = "a folder with the config.json of a transformers model is needed"
@@ -75,7 +76,7 @@ def config_and_arguments(
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": family == "qwen2",
+        "add_qkv_bias": config.qkv_bias if family == "qwen2_moe" else family == "qwen2",
         "qk_layernorm": family.startswith("qwen3"),
         "hidden_dropout": 0.0,
         "attention_dropout": config.attention_dropout,
@@ -116,21 +117,26 @@ def _types(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
 def _experts(config: Any, family: str) -> dict[str, Any]:
     inner, chosen = config.intermediate_size, config.num_experts_per_tok
     renormalised, layers = True, [1] * config.num_hidden_layers
-    if family == "qwen3_moe":
+    if family != "mixtral":
         inner, renormalised = config.moe_intermediate_size, bool(config.norm_topk_prob)
         every, dense = config.decoder_sparse_step, config.mlp_only_layers or []
         layers = [int(i not in dense and (i + 1) % every == 0) for i in range(len(layers))]
     # For evenly used experts, the loss is 1 for each block here, and the number of chosen experts
     # for all blocks together there.
     scale = chosen / max(1, sum(layers)) if config.output_router_logits else 0.0
+    shared: dict[str, Any] = {}
+    if family == "qwen2_moe":  # configs of Qwen3 MoE may have this field, too, without influence
+        shared["moe_shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+        shared["moe_shared_expert_gate"] = True
     return {
-        "num_moe_experts": config.num_local_experts,
+        "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": inner,
         "moe_router_topk": chosen,
         "moe_router_pre_softmax": not renormalised,
         "moe_layer_freq": 1 if all(layers) else layers,
         "moe_router_load_balancing_type": "aux_loss" if scale else "none",
         "moe_aux_loss_coeff": config.router_aux_loss_coef * scale,
+        **shared,
     }
 
 
@@ -168,8 +174,14 @@ def _refuse_routing(config: Any, family: str, refuse: Callable[..., None]) -> No
     renormalised = family == "mixtral" or config.norm_topk_prob
     if renormalised and config.num_experts_per_tok < 2:
         refuse("num_experts_per_tok", "at least 2, because their weights are made to sum up to 1")
-    if getattr(config, "decoder_sparse_step", 1) < 1:
-        refuse("decoder_sparse_step", "a whole number from 1 up")
+    names = ["num_experts", "decoder_sparse_step"]
+    if family == "qwen2_moe":
+        names.append("shared_expert_intermediate_size")
+    for name in names:
+        if getattr(config, name, 1) < 1:
+            refuse(name, "a whole number from 1 up")
+    if family == "qwen2_moe" and not hasattr(TransformerConfig, "moe_shared_expert_gate"):
+        refuse("shared_expert_intermediate_size", "megatron-core 0.16 or newer is needed")
 
 
 def _refuse_rotary(rope: Any, refuse: Callable[..., None]) -> None:

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from numpy.typing import NDArray
 
+from elastic.worker.contrib.megatron.experts import has_shared_gate
+from elastic.worker.contrib.megatron.layers import TransformerConfig
+
 OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -33,6 +36,10 @@ BLOCK = {
     "mlp.gate.weight": "mlp.gate_proj.weight",
     "mlp.up.weight": "mlp.up_proj.weight",
     "mlp.down.weight": "mlp.down_proj.weight",
+    "mlp.shared_experts.gate.weight": "mlp.shared_expert.gate_proj.weight",
+    "mlp.shared_experts.up.weight": "mlp.shared_expert.up_proj.weight",
+    "mlp.shared_experts.down.weight": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_expert_gate": "mlp.shared_expert_gate.weight",
 }
 """Parameters of a block that are the same tensor there."""
 JOINED, PARTS = "self_attention.linear_qkv.", ("q_proj", "k_proj", "v_proj")
@@ -49,13 +56,16 @@ _OTHER_NAMES = (
 )
 
 
-def is_known(name: str, *, biases: bool, norms: bool) -> bool:
-    """Return whether a model has parameter `name` in a block, named as there. `biases`: of queries,
-    keys and values; `norms`: of queries and keys."""
+def is_known(name: str, config: TransformerConfig) -> bool:
+    """Return whether a model of this config has parameter `name` in a block, named as there."""
     if re.fullmatch(r"self_attn\.[qk]_norm\.weight", name):
-        return norms
+        return bool(config.qk_layernorm)
     if re.fullmatch(r"self_attn\.[qkv]_proj\.bias", name):
-        return biases
+        return bool(config.add_qkv_bias)
+    if name.startswith("mlp.shared_expert."):
+        return config.moe_shared_expert_intermediate_size is not None and name in BLOCK.values()
+    if name == BLOCK["mlp.shared_expert_gate"]:
+        return has_shared_gate(config)
     return name in BLOCK.values() or re.fullmatch(_OTHER_NAMES, name) is not None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,12 +34,11 @@ class HuggingFaceWeights:
         stored.prefix = "model."  # files of the model without its head leave it out
         self._heads = Heads(config.num_attention_heads, config.num_query_groups, config.kv_channels)
         self._mixtral = any(names.MIXTRAL[0] in name for name in stored.names())
-        self._refuse_unknown(config)
+        self._config = config
 
-    def _refuse_unknown(self, config: TransformerConfig) -> None:
+    def check(self, _names: Iterable[tuple[int, str]], /) -> None:
         """Raise FieldError for a tensor that the layers would leave out: a bias, a norm, a scale, a
-        block."""
-        biases, norms = config.add_qkv_bias, config.qk_layernorm
+        shared expert, a block. The config tells which ones these are."""
         for name in self._stored.names():
             found = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", name)
             if found is None:
@@ -47,7 +46,7 @@ class HuggingFaceWeights:
             if int(found[1]) >= self._blocks:
                 remedy = f"it has more than {self._blocks} blocks: {MODEL}"
                 raise FieldError("weights", str(self._folder), remedy)
-            known = names.is_known(found[2], biases=biases, norms=norms)
+            known = names.is_known(found[2], self._config)
             if not known and not found[2].endswith("rotary_emb.inv_freq"):
                 remedy = f"it has {name}, which this model does not use: {MODEL}"
                 raise FieldError("weights", str(self._folder), remedy)
