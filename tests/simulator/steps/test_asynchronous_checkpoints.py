@@ -58,8 +58,16 @@ def test_a_restart_uses_the_newest_complete_checkpoint(early_ms: int, back_to: i
 
 
 def test_a_write_ends_with_the_processes_that_write() -> None:
-    """The restart abandons the write of step 10, so a second loss returns to the start, too."""
-    first, second = COMPLETE_MS - 1, COMPLETE_MS + 1000
+    """The first loss ends the write of step 10 a millisecond early, so it is never complete.
+
+    The second one comes a millisecond before the next write of step 10 is complete.
+    """
+    plan = world().varuna(3)
+    assert plan is not None
+    first = COMPLETE_MS - 1
+    resumes = first + 5000 + 50_000 + WRITE_MS
+    steps_ms = 10 * round(1000 * plan.step_s)
+    second = resumes + steps_ms + round(1000 * world().host_copy_s(3)) + WRITE_MS - 1
     both = trace(4, (first / 1000, REMOVE, "n0"), (second / 1000, REMOVE, "n1"))
     found = outcome(run("varuna", both))
     assert [d.change.back_to for d in found.decisions if d.at in (first, second)] == [0, 0]
