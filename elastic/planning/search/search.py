@@ -231,6 +231,7 @@ def _search_free_shape(
     if simulate:
         best = min(found, key=lambda found: evaluate.simulated_step_seconds(model, found))
         best = evaluate.improve_cuts(model, best)
+        best = replace(best, seconds=evaluate.simulated_step_seconds(model, best))
     else:
         best = min(found, key=lambda solution: solution.seconds)
     others.pop(_count(len(best.shapes)), None)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,12 @@ from elastic_sim.cli.cli import main
 from elastic_sim.replay.replay import PolicySummary, replay, summarize
 from elastic_sim.report import assumptions
 from elastic_sim.report.command_line import replay_command
-from elastic_sim.report.replay_page import headline, replay_page, throughput
+from elastic_sim.report.replay_page import (
+    DRAWN_MICROBATCHES,
+    headline,
+    replay_page,
+    throughput,
+)
 from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.policies import policy_classes
 from elastic_sim.steps.scenario import Scenario
@@ -43,6 +49,7 @@ SCENARIO = Scenario(
     market=Market(nodes=4, mtbf_s=600.0, repair_s=300.0), duration_s=2400.0, model="bert-large"
 )
 ROOT = Path(__file__).parents[3]
+PARTS = ("backward, input part", "backward, weight part")
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -159,13 +166,31 @@ def test_nodes_losses_and_throughput_stand_over_time(page: str) -> None:
 
 def test_pipelines_show_every_action_once(page: str) -> None:
     chart = figures(page)["pipelines-0"]
-    forward, backward = chart["data"]
-    assert (forward["name"], backward["name"]) == ("forward", "backward")
-    assert sorted(forward["text"]) == sorted(backward["text"]) == [str(n) for n in range(8)]
-    ends = [start + length for start, length in zip(forward["base"], forward["x"], strict=True)]
-    assert all(end <= start + 1e-9 for end, start in zip(ends, backward["base"], strict=True))
-    assert chart["layout"]["yaxis"]["ticktext"] == ["node1 [0:26]"]
-    assert forward["hovertext"][0].startswith("F0 on node1 [0:26]: 0 s to ")
+    outcome = found()[POLICIES.index("ours")].runs[0].outcome
+    assert outcome is not None
+    start = outcome.decisions[0].change.in_force
+    assert start is not None
+    stages = start.plan.pipelines[0].stages
+    assert chart["layout"]["yaxis"]["ticktext"] == [
+        f"{stage.unit.node} [{stage.first}:{stage.last}]" for stage in stages
+    ]
+    spans: dict[tuple[int, str], dict[str, tuple[float, float]]] = {}
+    for bars in chart["data"]:
+        drawn = zip(bars["y"], bars["text"], bars["base"], bars["x"], strict=True)
+        for row, microbatch, start, length in drawn:
+            actions = spans.setdefault((row, microbatch), {})
+            assert bars["name"] not in actions
+            actions[bars["name"]] = (start, start + length)
+    shown = 2 * len(stages) + DRAWN_MICROBATCHES
+    rows = range(len(stages))
+    assert set(spans) == {(row, str(number)) for row in rows for number in range(shown)}
+    whole, parts = ["forward", "backward"], ["forward", *PARTS]
+    for actions in spans.values():
+        assert list(actions) in (whole, parts)
+        ordered = list(actions.values())
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(ordered))
+    label = chart["layout"]["yaxis"]["ticktext"][0]
+    assert chart["data"][0]["hovertext"][0].startswith(f"F0 on {label}: 0 s to ")
 
 
 def test_a_sweep_shows_everything(swept: str) -> None:
