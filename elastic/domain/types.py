@@ -137,8 +137,16 @@ class Plan:
 
     def holders(self, layer: int) -> tuple[Unit, ...]:
         """Return the units that hold `layer`, one per pipeline, in the order of pipelines."""
-        stages = (stage for pipeline in self.pipelines for stage in pipeline.stages)
-        return tuple(st.unit for st in stages if st.first <= layer < st.last)
+        return self._holders.get(layer, ())
+
+    @functools.cached_property
+    def _holders(self) -> dict[int, tuple[Unit, ...]]:
+        """Result of `holders` by layer, cached because a recovery needs it for every layer."""
+        found: dict[int, list[Unit]] = {}
+        for _, _, stage in self.stages():
+            for layer in stage.layers:
+                found.setdefault(layer, []).append(stage.unit)
+        return {layer: tuple(units) for layer, units in found.items()}
 
     def units(self) -> tuple[Unit, ...]:
         """Return the unit of every stage, in the order of (pipeline, stage)."""

@@ -130,7 +130,8 @@ def candidates(state: JobState) -> tuple[Member, ...]:
     A disconnected member can, until its agent has provably ended: it reconnects, or it is lost and
     no member any more. After a failover all members are disconnected, and reconnect one by one.
     """
-    able = [mb for mb in _able_members(state) if not quarantine.is_quarantined(state, mb.node)]
+    quarantined = quarantine.quarantined_nodes(state)
+    able = [mb for mb in _able_members(state) if mb.node not in quarantined]
     out = reachability.left_out_now(state, [mb.node for mb in able])
     able = [mb for mb in able if mb.node not in out]
     held = set(state.plan.nodes()) if state.plan is not None else set()
@@ -547,6 +548,8 @@ def consider_joining(state: JobState, now: float) -> JobTransition | None:
     outside the plan takes no place from them: it may be dead. It is considered when it is back."""
     assert state.plan is not None
     used = frozenset(state.plan.nodes())
+    if all(node in used for node in state.members):
+        return None
     able = [mb for mb in candidates(state) if mb.connected or mb.node in used]
     if state.reconsider_at and now >= state.reconsider_at:
         state = state.of(considered=(), reconsider_at=0.0)

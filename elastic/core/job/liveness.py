@@ -84,9 +84,9 @@ def survey(state: JobState, now: float) -> Survey:
     """
     late_s = min(state.late_s, state.limits.lease_s)
     accused = {node for mb in state.members.values() for node in mb.report.suspects}
-    found, heard = [], 0
+    found, heard, recent_s = [], 0, _recent_s(state)
     for node, member in state.members.items():
-        if is_heard(state, member, now):
+        if member.connected and now - member.seen <= recent_s:
             heard += 1
             continue
         closed_s = -1.0 if _is_back(member) else now - member.closed_at
@@ -128,17 +128,31 @@ def is_heard(state: JobState, member: Member, now: float) -> bool:
     return member.connected and now - member.seen <= _recent_s(state)
 
 
+def all_heard(state: JobState, now: float) -> bool:
+    """Return whether every member is heard."""
+    recent_s = _recent_s(state)
+    return all(mb.connected and now - mb.seen <= recent_s for mb in state.members.values())
+
+
 def _quiet_s(state: JobState, now: float) -> float:
     """Return the time for which nobody has been heard."""
     return now - max((mb.seen for mb in state.members.values()), default=now)
 
 
+def _is_quiet(state: JobState, now: float) -> bool:
+    """Return whether nobody has been heard for `QUIET_BEATS`. This ends at the first member that
+    was heard, because it is asked for every message of a large job."""
+    limit_s = QUIET_BEATS * state.limits.heartbeat_s
+    return all(now - mb.seen >= limit_s for mb in state.members.values())
+
+
 def excuse_common_silence(state: JobState, now: float) -> JobState:
     """Excuse the members if nobody was heard for some time: it is neither silence nor time without
     a connection. Call this when a message arrives. The time of a doubt is excused at its end."""
-    quiet_s = _quiet_s(state, state.doubt_since or now)
-    if quiet_s < QUIET_BEATS * state.limits.heartbeat_s:
+    until = state.doubt_since or now
+    if not _is_quiet(state, until):
         return state
+    quiet_s = _quiet_s(state, until)
 
     def excused(member: Member) -> Member:
         most_s = min(2 * quiet_s, state.limits.lease_s - member.excused_s, member.silence_s(now))
@@ -162,7 +176,7 @@ def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, .
     yields = state.yielded_at > 0 and now - state.yielded_at < state.limits.lease_s
     if state.doubt_since and (yields or not _is_expired(state, now)):
         return tuple(loss for loss in found.losses if loss.proven)
-    quiet = _quiet_s(state, now) >= QUIET_BEATS * state.limits.heartbeat_s
+    quiet = bool(found.losses) and _is_quiet(state, now)
     return tuple(loss for loss in found.losses if loss.kind is not LossKind.SILENT or not quiet)
 
 

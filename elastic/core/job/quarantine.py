@@ -24,6 +24,8 @@ from elastic.core.job.state import JobAction, JobState, JobTransition, LogEntry,
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 
+UNKNOWN = NodeHealth()
+"""Health record of a node that nothing is known about."""
 Findings = tuple[JobState, tuple[JobAction, ...]]
 """(state, entries of the event log)"""
 SUSPECTED = "suspected"
@@ -32,7 +34,7 @@ SUSPECTED = "suspected"
 
 def record_of(state: JobState, node: str) -> NodeHealth:
     """Return the health record of the node; an empty record for an unknown node."""
-    return state.health.get(node, NodeHealth())
+    return state.health.get(node, UNKNOWN)
 
 
 def with_record(state: JobState, node: str, record: NodeHealth) -> JobState:
@@ -43,6 +45,11 @@ def with_record(state: JobState, node: str, record: NodeHealth) -> JobState:
 def is_quarantined(state: JobState, node: str) -> bool:
     """Return whether plans must leave this node out now."""
     return record_of(state, node).quarantined
+
+
+def quarantined_nodes(state: JobState) -> frozenset[str]:
+    """Return all nodes that plans must leave out now."""
+    return frozenset(node for node, record in state.health.items() if record.quarantined)
 
 
 def crashes_in_step(state: JobState, nodes: Iterable[str]) -> dict[str, int]:

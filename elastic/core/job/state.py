@@ -6,7 +6,8 @@ event. The whole `JobState` is saved with every decision, so a new coordinator c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -374,12 +375,13 @@ class JobFinished:
     params_sha256: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JobState:
     """All that a coordinator knows about the job, saved with every decision.
 
     A coordinator of the next or the former version can read it
-    (`elastic.core.protocol.version`), so new fields have defaults.
+    (`elastic.core.protocol.version`), so new fields have defaults. It has no slots, so that `of`
+    copies its many fields at once.
     """
 
     policy: Policy
@@ -571,8 +573,15 @@ class JobState:
         return tuple(member.report.info for member in self.members.values())
 
     def of(self, **changes: Any) -> JobState:
-        """Return the state with these fields replaced."""
-        return replace(self, **changes)
+        """Return the state with these fields replaced. Raises TypeError for an unknown field."""
+        if unknown := changes.keys() - _FIELDS:
+            raise TypeError(f"JobState has no field {', '.join(sorted(unknown))}")
+        state = copy(self)
+        vars(state).update(changes)
+        return state
+
+
+_FIELDS = frozenset(field.name for field in fields(JobState))
 
 
 # ---- events; messages of agents are events as well ----

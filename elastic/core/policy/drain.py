@@ -285,6 +285,8 @@ def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:
     held = set(state.plan.nodes())
     members = state.members.values()
     waiting = [mb for mb in members if mb.node in held and _hinted(mb) and not mb.hint_used]
+    if not waiting:
+        return None
     able = [mb for mb in candidates(state) if mb.connected and mb.node not in held]
     spares = [mb for mb in able if mb.notice is None]
     hinted = sorted(waiting, key=lambda mb: mb.expected_end)[: len(spares)]

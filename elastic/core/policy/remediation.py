@@ -584,7 +584,8 @@ def apply_remedies(state: JobState, now: float) -> JobTransition | None:
     if again is not None:
         return again
     used = (*state.plan.nodes(), *(peer for _, peer in state.plan.peers))
-    node = next((node for node in used if quarantine.is_quarantined(state, node)), None)
+    quarantined = quarantine.quarantined_nodes(state)
+    node = next((node for node in used if node in quarantined), None)
     if node is not None:
         findings = record_of(state, node).findings
         why = next((f": {one.reason}" for one in findings if one.action in EXCLUDING_ACTIONS), "")

@@ -200,14 +200,15 @@ def _try_again(state: JobState, now: float) -> JobTransition | None:
     """Forget that a node is slow which has no layers, after its pause. None: there is none."""
     assert state.plan is not None
     used = set(state.plan.nodes())
-    for node, member in state.members.items():
+    for node in [node for node in state.members if node not in used]:
         pace, record = speed_of(state, node), record_of(state, node)
         factor = pace.factor * record.loaded
-        if node in used or factor == 1.0 or now < record.slow_until:
+        if factor == 1.0 or now < record.slow_until:
             continue
         if pace.factor != 1.0:
             fresh = replace(pace, factor=1.0, samples=(), times=())
-            state = state.of(paces={**state.paces, member.report.info.incarnation: fresh})
+            incarnation = state.members[node].report.info.incarnation
+            state = state.of(paces={**state.paces, incarnation: fresh})
         state = without_considered(with_record(state, node, replace(record, loaded=1.0)), node)
         reason = f"it was {factor:.1f}x slower, and is tried again"
         entries: tuple[JobAction, ...] = ()

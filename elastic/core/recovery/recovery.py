@@ -138,7 +138,8 @@ def _recipes(
         node = stage.unit.node
         for slot in ((layer, rank) for layer in stage.layers for rank in range(solver.plan.tp)):
             recipe = solver.state_recipe(node, slot, version)
-            recipe = replace(recipe, gradients=tuple(sums.get((node, slot), ())))
+            if gradients := sums.get((node, slot)):
+                recipe = replace(recipe, gradients=tuple(gradients))
             if recipe.states or recipe.checkpoint or recipe.gradients:
                 recipes.append((node, recipe))
     return balance_senders(recipes, solver.index)
@@ -222,13 +223,19 @@ def summarize(
     """Return the figures of `assignment`. `before`: the plan that it replaces; None: the first
     plan. `lost_nodes`: nodes whose workers are gone."""
     plan, recipes, old = assignment.plan, assignment.recipes, before or assignment.plan
-    network = sum(_network_bytes(assignment, node, recipe, lost_nodes) for node, recipe in recipes)
+    live = [
+        node not in lost_nodes and _is_live(assignment, node, recipe) for node, recipe in recipes
+    ]
+    network = sum(
+        _network_bytes(node, recipe, live=one)
+        for (node, recipe), one in zip(recipes, live, strict=True)
+    )
     network += partial.fetched_bytes(plan, assignment.partial)
     moved = sum(
         not {u.node for u in plan.holders(layer)} <= {u.node for u in old.holders(layer)}
         for layer in range(plan.n_layers if before else 0)
     )
-    source = _state_source(assignment, lost_nodes)
+    source = _state_source(assignment, lost_nodes, live)
     longest = max((len(part.updates) for _, r in recipes for part in (r, *r.portions)), default=0)
     todo = frozenset(index for share in assignment.todo for index in share)
     stages = [stage for _, _, stage in old.stages() if stage.unit.node in lost_nodes]
@@ -246,15 +253,18 @@ def summarize(
     return RecoverySummary(network, source, todo, in_part, lost, text)
 
 
-def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
+def _state_source(
+    assignment: Assignment, lost_nodes: Sequence[str], live: Sequence[bool]
+) -> str:
+    """`live`: for each recipe, whether living workers on its node hold the state."""
     recipes = assignment.recipes
     if any(recipe.checkpoint for _, recipe in recipes):
         return "checkpoint"
     states = [
         (node, copy)
-        for node, recipe in recipes
+        for (node, recipe), one in zip(recipes, live, strict=True)
+        if not one
         for copy in recipe.states
-        if node in lost_nodes or not _is_live(assignment, node, recipe)
     ]
     if any(copy.node != node or copy.owner != node for node, copy in states):
         return "peer"
@@ -277,11 +287,8 @@ def _is_live(assignment: Assignment, node: str, recipe: Recipe) -> bool:
     )
 
 
-def _network_bytes(
-    assignment: Assignment, node: str, recipe: Recipe, lost_nodes: Sequence[str]
-) -> int:
-    """Return the bytes that `node` must fetch for `recipe`."""
-    live = node not in lost_nodes and _is_live(assignment, node, recipe)
+def _network_bytes(node: str, recipe: Recipe, *, live: bool) -> int:
+    """Return the bytes that `node` must fetch for `recipe`. `live`: its workers hold the state."""
     return fetched_bytes(copies_of(replace(recipe, portions=()) if live else recipe), node)
 
 

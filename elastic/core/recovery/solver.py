@@ -217,6 +217,8 @@ def balance_senders(
 
     def with_senders(node: str, recipe: Recipe) -> Recipe:
         # This must call `sent` in the order of `items`.
+        if all(copy.node == node for copy in copies_of(recipe)):
+            return recipe
         return replace(
             recipe,
             portions=tuple(with_senders(node, portion) for portion in recipe.portions),
