@@ -14,6 +14,7 @@ thousands of nodes a new epoch causes thousands of reports. Heartbeats wait for 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import logging
@@ -101,6 +102,9 @@ ANSWER_S = 10.0
 """Limit on the time to answer a request of the command line; the command itself waits less."""
 NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.CertificatesRead, HealthReport, type(None))
 """Events that need a save only if actions follow; type(None) stands for the rules."""
+COLLECTIONS = 20_000, 20, 50
+"""Thresholds of the garbage collector. States are large and have no reference cycles; with Python's
+defaults the collector looked at them so often that it took a seventh of the time."""
 MAX_BATCH = 512
 """Maximum number of events that are taken from the queue at once."""
 RECORD_FIRST_S = 1.0
@@ -176,7 +180,9 @@ class Coordinator:
         """Events about the checkpoints that a new run found."""
         self._former_log: tuple[str, ...] = ()
         """Events that the former coordinator may not have written."""
-        self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter(self._dismiss)
+        self._filter = SessionFilter(self._dismiss)
+        self._heartbeats: dict[str, m.Heartbeat] = {}
+        """Heartbeats that are not recorded yet, by node."""
         # The first state takes long if there are many checkpoints, or if their disk is slow.
         ready_s = config.timeouts.preflight_disk_s
         put = self._events.put
@@ -392,7 +398,9 @@ class Coordinator:
                 self._ports.check(info.node, info.incarnation, info.vault)
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
-                self._heartbeats.append(message)
+                if message.node in self._heartbeats:
+                    self._apply_heartbeats()
+                self._heartbeats[message.node] = message
             case m.StepDone():
                 record = partial(self._records.step, message, self._state, time.time())
                 self._saver.hold(None, record)
@@ -454,9 +462,9 @@ class Coordinator:
         return member is not None and same and not member.connected
 
     def _apply_heartbeats(self) -> None:
-        """Apply all heartbeats that arrived since the last event."""
+        """Apply all heartbeats that have arrived."""
         if self._heartbeats:
-            heartbeats, self._heartbeats = tuple(self._heartbeats), []
+            heartbeats, self._heartbeats = tuple(self._heartbeats.values()), {}
             self._apply(job.Heartbeats(heartbeats))
             if self._keeper.certain:
                 newest = max((beat.step, beat.microbatch) for beat in heartbeats)
@@ -464,7 +472,11 @@ class Coordinator:
 
     def _apply(self, event: Any) -> None:
         """Record an event in the state. Call `_decide` afterwards."""
-        self._apply_heartbeats()
+        # A report of another node does not depend on the heartbeats before it. They are recorded
+        # together, because thousands of reports may follow each other.
+        reports = isinstance(event, m.NodeReport)
+        if not reports or event.info.node in self._heartbeats:
+            self._apply_heartbeats()
         self._follow(event, partial(record_event, event=event))
         self._rules_due = self._rules_due or not isinstance(event, job.Heartbeats)
 
@@ -703,6 +715,8 @@ def main(argv: list[str] | None = None) -> int:
     args = read_flags(Command("elastic.coordinator.service", params=FLAGS), argv)
     config = load_config(args.run_dir)
     sys.setswitchinterval(SWITCH_S)
+    gc.freeze()  # modules and settings stay until the end
+    gc.set_threshold(*COLLECTIONS)
     name = run_directory.coordinator_name(args.slot)
     source = source_of(config, config.coordinator_name or name)
     console = Console(program="elastic coordinator", source=source)

@@ -67,6 +67,14 @@ def decode(kind: type[T], data: Any, path: str = "", *, newer: bool = False) -> 
     return value
 
 
+@functools.cache
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return a decoder from MessagePack to `kind`. It ignores unknown fields."""
+    _describe(typing.cast(Any, kind))
+    with _DESCRIBING:
+        return msgspec.msgpack.Decoder(kind)
+
+
 def dumps(value: Any) -> str:
     """Return `value` as JSON text without spaces.
 

@@ -198,13 +198,16 @@ NO_FIELDS: Mapping[str, Callable[[Any], str]] = MappingProxyType({})
 
 
 class _Texts:
-    """Texts of the fields of one object, each kept while the field has the same value."""
+    """Texts of one object and of its fields, each kept while the value is the same."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, str]] = {}
+        self._whole: tuple[Any, str] = (None, "")
 
     def encode(self, value: Any, inner: Mapping[str, Callable[[Any], str]] = NO_FIELDS) -> str:
         """Return the same text as `codec.dumps(value)`. `inner`: functions that encode fields."""
+        if self._whole[0] is value:
+            return self._whole[1]
         known, parts = self._known, []
         kind: Any = type(value)
         for name in field_names(kind):
@@ -217,7 +220,8 @@ class _Texts:
                 text = codec.dumps(part)
                 known[name] = part, text
             parts.append(f'"{name}":{text}')
-        return f"{{{','.join(parts)}}}"
+        self._whole = value, f"{{{','.join(parts)}}}"
+        return self._whole[1]
 
 
 @cache

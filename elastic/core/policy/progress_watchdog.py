@@ -200,14 +200,16 @@ def _progressed(state: JobState, watch: ProgressWatch) -> ProgressWatch:
 
 def heartbeats_seen(state: JobState, beats: Iterable[m.Heartbeat], now: float) -> JobState:
     """Record the signs of progress in heartbeats of members."""
-    signs = dict(state.watch.signs)
+    changed = dict[str, ProgressSign]()
     for beat in beats:
-        sign = signs.get(beat.node)
+        sign = changed.get(beat.node) or state.watch.signs.get(beat.node)
         if sign is None or beat.signs != sign.count:
-            signs[beat.node] = ProgressSign(now, beat.signs, beat.activity, beat.spun_s)
+            changed[beat.node] = ProgressSign(now, beat.signs, beat.activity, beat.spun_s)
         elif (beat.activity, beat.spun_s) != (sign.activity, sign.spun_s):
-            signs[beat.node] = replace(sign, activity=beat.activity, spun_s=beat.spun_s)
-    return state if signs == state.watch.signs else state.of(watch=_with_signs(state, signs))
+            changed[beat.node] = replace(sign, activity=beat.activity, spun_s=beat.spun_s)
+    if not changed:
+        return state
+    return state.of(watch=_with_signs(state, {**state.watch.signs, **changed}))
 
 
 def report_seen(

@@ -113,6 +113,8 @@ class Solver:
             found = tuple(chain for chain in chains if chain is not None)
             if len(found) == number:
                 options.append(StateSources(found))
+        if len(options) == 1:
+            return options[0]
         return min(options, key=lambda sources: sources.fetched_bytes(node), default=None)
 
     def chain(self, node: str, slot: Slot, version: int) -> tuple[Copy, ...] | None:

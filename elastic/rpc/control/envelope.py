@@ -10,6 +10,7 @@ of the command line and their answers are free JSON objects, and travel as JSON 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Iterator
@@ -83,7 +84,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 _ENCODER = msgspec.msgpack.Encoder()
 _ENVELOPES = msgspec.msgpack.Decoder(Envelope)
 _VALUES = msgspec.msgpack.Decoder()
-_newest_spec: tuple[Any, JobSpec | None] = (None, None)
+_PARTS = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+NIL = _ENCODER.encode(None)
+_newest_spec: tuple[bytes, JobSpec | None] = (b"", None)
 """JobSpec of the newest NodeReport, raw and decoded: all nodes send the same one, so it is decoded
 once."""
 
@@ -114,10 +117,14 @@ def unpack(envelope: Envelope) -> Any:
         raise FieldError(
             "kind", envelope.kind, "unknown message; do all machines run the same version?"
         )
-    data = _joined(envelope) if envelope.common else _value(envelope.kind, envelope.body)
-    if kind is NodeReport and isinstance(data, dict) and data.get("spec") is not None:
-        return _decode_report(data)
-    return codec.decode(kind, data, newer=True)
+    if envelope.common:
+        return codec.decode(kind, _joined(envelope), newer=True)
+    try:
+        if kind is NodeReport:
+            return _decode_report(envelope.body)
+        return codec.msgpack_decoder(kind).decode(envelope.body)
+    except (ValueError, RecursionError):  # the slower way names the field
+        return codec.decode(kind, _value(envelope.kind, envelope.body), newer=True)
 
 
 def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
@@ -214,13 +221,15 @@ def _joined(envelope: Envelope) -> Any:
     return data
 
 
-def _decode_report(data: dict[str, Any]) -> Any:
+def _decode_report(body: bytes) -> NodeReport:
     """Decode a NodeReport. Reports with equal JobSpecs share one object."""
     global _newest_spec
-    raw, (newest, spec) = data["spec"], _newest_spec
-    if raw == newest:
-        data["spec"] = spec
-        return codec.decode(NodeReport, data, newer=True)
-    report = codec.decode(NodeReport, data, newer=True)
-    _newest_spec = (raw, report.spec)
-    return report
+    parts = _PARTS.decode(body)
+    raw, (newest, spec) = bytes(parts.pop("spec", NIL)), _newest_spec
+    report = codec.msgpack_decoder(NodeReport).decode(_ENCODER.encode(parts))
+    if raw == NIL:
+        return report
+    if raw != newest:
+        spec = codec.msgpack_decoder(JobSpec).decode(raw)
+        _newest_spec = (raw, spec)
+    return dataclasses.replace(report, spec=spec)
