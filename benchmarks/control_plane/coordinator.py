@@ -54,6 +54,8 @@ AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
 """Default lease of `elastic run`."""
 DEADLINE_S = 600.0
+IDLE_EVENTS = 32
+"""Fewer events in the coordinator's queue than this are no backlog."""
 T = TypeVar("T")
 
 
@@ -266,20 +268,26 @@ def secured(folder: Path, cores: Sequence[int]) -> Iterator[Security]:
         cluster.kill()
 
 
-def delays(run_dir: Path, secure: Security | None) -> tuple[float, float]:
-    """Return (seconds of delay, number of calls) of the coordinator's timer so far."""
+def scrape(run_dir: Path, secure: Security | None) -> dict[str, float]:
+    """Return the coordinator's metrics without labels, by name."""
     (target,) = json.loads((run_dir / "metrics" / "coordinator.json").read_text())
     context = Certificates(secure.certs).client() if secure is not None else None
     url = f"{'https' if context else 'http'}://{target['targets'][0]}/metrics"
     with urllib.request.urlopen(url, timeout=60, context=context) as answer:
-        lines = dict(
-            line.rsplit(" ", 1)
-            for line in answer.read().decode().splitlines()
-            if not line.startswith("#")
-        )
-    return float(lines["elastic_tick_delay_seconds_sum"]), float(
-        lines["elastic_tick_delay_seconds_count"]
-    )
+        text = answer.read().decode()
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, value in lines}
+
+
+def delays(run_dir: Path, secure: Security | None) -> tuple[float, float]:
+    """Return (seconds of delay, number of calls) of the coordinator's timer so far."""
+    found = scrape(run_dir, secure)
+    return found["elastic_tick_delay_seconds_sum"], found["elastic_tick_delay_seconds_count"]
+
+
+def is_idle(run_dir: Path, secure: Security | None) -> bool:
+    """Return whether the coordinator has handled the messages of the last change."""
+    return scrape(run_dir, secure)["elastic_coordinator_queue_length"] < IDLE_EVENTS
 
 
 def at(run_dir: Path, kind: str, epoch: int) -> float:
@@ -311,6 +319,7 @@ def _measure(mode: str, agents: int, size: Size, folder: Path, secure: Security 
         try:
             started = crowd.running(1)
             until(lambda: at(run_dir, "protected", 1), "the first plan is protected")
+            until(lambda: is_idle(run_dir, secure), "the messages of the start are handled")
             late, looks = delays(run_dir, secure)
             before = process.cpu_times()
             steady = time.time()

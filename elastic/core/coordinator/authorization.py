@@ -67,10 +67,11 @@ class Rejection:
 
 def check_message(state: JobState, sender: str, message: Any) -> Rejection | None:
     """Return the reason to refuse a message on a session of node `sender`, or None."""
-    try:
-        node_id(sender)
-    except FieldError:
-        return Rejection(FORGED, f"a session of {sender!r}, which is not the name of a node")
+    if sender not in state.members:
+        try:
+            node_id(sender)
+        except FieldError:
+            return Rejection(FORGED, f"a session of {sender!r}, which is not the name of a node")
     rejection = _check_sender(state, sender, message)
     if rejection is None and (problem := invalid_field(message)):
         return Rejection(MALFORMED, f"{sender} sent {problem}")
