@@ -54,8 +54,9 @@ AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
 """Default lease of `elastic run`."""
 DEADLINE_S = 600.0
-IDLE_EVENTS = 32
-"""Fewer events in the coordinator's queue than this are no backlog."""
+IDLE_S = 0.5
+"""Messages of a shorter time than this in the coordinator's queue are no backlog. Heartbeats wait
+there for the next tick."""
 T = TypeVar("T")
 
 
@@ -285,9 +286,9 @@ def delays(run_dir: Path, secure: Security | None) -> tuple[float, float]:
     return found["elastic_tick_delay_seconds_sum"], found["elastic_tick_delay_seconds_count"]
 
 
-def is_idle(run_dir: Path, secure: Security | None) -> bool:
+def is_idle(run_dir: Path, secure: Security | None, beats_per_s: float) -> bool:
     """Return whether the coordinator has handled the messages of the last change."""
-    return scrape(run_dir, secure)["elastic_coordinator_queue_length"] < IDLE_EVENTS
+    return scrape(run_dir, secure)["elastic_coordinator_queue_length"] < IDLE_S * beats_per_s
 
 
 def at(run_dir: Path, kind: str, epoch: int) -> float:
@@ -319,7 +320,8 @@ def _measure(mode: str, agents: int, size: Size, folder: Path, secure: Security 
         try:
             started = crowd.running(1)
             until(lambda: at(run_dir, "protected", 1), "the first plan is protected")
-            until(lambda: is_idle(run_dir, secure), "the messages of the start are handled")
+            beats_per_s = agents / heartbeat_s(agents, size.lease_s)
+            until(lambda: is_idle(run_dir, secure, beats_per_s), "the start is handled")
             late, looks = delays(run_dir, secure)
             before = process.cpu_times()
             steady = time.time()
