@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import functools
 import json
+import random
 import socket
 import sys
 import time
@@ -32,8 +33,9 @@ from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.open_files import raise_limit
-from elastic.rpc.control.channel_options import client_options
+from elastic.rpc.control.channel_options import CONNECT_TIMEOUT_S, client_options, retry_max_s
 from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorStub, _channel, _proof
+from elastic.rpc.control.connection_watch import together_s
 from elastic.rpc.control.envelope import (
     CHALLENGE,
     Envelope,
@@ -50,7 +52,6 @@ from elastic.rpc.security.token_proof import new_nonce
 
 MEMORY_BYTES = 24 << 30
 """Memory of a node: a pipeline of the model needs a dozen nodes."""
-RETRY_S = 0.5
 NO_RECIPES = encode_body("Install", [])
 RAMP_S = 0.5
 """Time over which the first heartbeats of the agents are spread."""
@@ -112,10 +113,10 @@ class Agent:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 if self._heard:
                     self.crowd.failed(f"{self.name}: {error}")
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(random.uniform(0.5, 1.0) * self.crowd.retry_s)
 
     async def _speak(self) -> None:
-        options, secure = client_options(keepalive_s=30.0), tls.current()
+        options, secure = self.crowd.options, tls.current()
         metadata: tuple[tuple[str, str], ...] = (("sender", self.name), ANNOUNCEMENT)
         async with _channel(grpc.aio, self.crowd.address, options, secure) as channel:
             stub = CoordinatorStub(channel)
@@ -213,8 +214,10 @@ class Agent:
 class SimulatedAgents:
     """All agents of this process."""
 
-    def __init__(self, address: str, spec: JobSpec, heartbeat_s: float) -> None:
+    def __init__(self, address: str, spec: JobSpec, heartbeat_s: float, nodes: int) -> None:
         self.address, self.spec, self.heartbeat_s = address, spec, heartbeat_s
+        connect_s = max(CONNECT_TIMEOUT_S, together_s(nodes))
+        self.options, self.retry_s = client_options(30.0, connect_s, nodes), retry_max_s(nodes)
         self.agents: dict[str, Agent] = {}
         self._places: Places | None = None
         self.turn = asyncio.Lock()
@@ -296,6 +299,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--nodes", type=int, default=0, help="of the whole job; 0: --count")
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--heartbeat", type=float, default=0.5)
@@ -309,7 +313,9 @@ def main() -> None:
 
     async def start() -> None:
         await live(
-            SimulatedAgents(args.address, crowd_spec, args.heartbeat), args.first, args.count
+            SimulatedAgents(args.address, crowd_spec, args.heartbeat, args.nodes or args.count),
+            args.first,
+            args.count,
         )
 
     with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:

@@ -217,6 +217,7 @@ class NodeAgent:
             on_refused=later(self._handle_refused),
             keepalive_s=self._config.timeouts.keepalive_s,
             ping_s=PING_BEATS * self._config.heartbeat_s,
+            nodes=self._config.max_nodes,
         )
 
     def _later(self, handler: Callable[..., object]) -> Callable[..., None]:

@@ -215,6 +215,7 @@ class Coordinator:
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
+            nodes=config.max_nodes,
         )
         metrics.lead(self._status)
 

@@ -15,7 +15,12 @@ from elastic.core.job.absent_nodes import with_returned, with_unknown
 from elastic.core.job.epoch_change import missed_prefetch, repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
-from elastic.core.job.liveness import all_heard, excuse_common_silence, without_doubt
+from elastic.core.job.liveness import (
+    all_heard,
+    excuse_common_silence,
+    with_crowd,
+    without_doubt,
+)
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
@@ -289,7 +294,7 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
 
 
 def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:
-    state = state.of(late_s=tick.late_s)
+    state = with_crowd(state.of(late_s=tick.late_s))
     late = tick.late_s > state.limits.starved_s or now < state.adopted_until
     # After a cut, the messages of one node come before those of another, which is not heard yet.
     waits = late or not all_heard(state, now)

@@ -11,6 +11,9 @@ reconnect. A member is lost if its connection is closed and
 It is also lost if it is silent for `Timeouts.lease_s`, whatever its connection does. The last two
 kinds of evidence are no proof: the network between the coordinator and the node may have failed.
 
+If many connections are closed at the same time, their nodes return one after the other, and the
+limits of the disconnected ones grow by the time that this takes (`with_crowd`).
+
 **Doubt.** A coordinator that hears only a minority of the members suspects its own network. While
 it does, it declares only those members lost whose agents have provably ended, and the time does not
 count as silence of the others. Members that return end the doubt. If nobody is heard, the doubt has
@@ -44,9 +47,13 @@ from elastic.core.job.state import (
     Member,
     YieldLead,
 )
+from elastic.core.protocol.timeouts import RECONNECTS_PER_S
 
 QUIET_BEATS = 2.0
 """Nobody is heard if no message has come for this many intervals between heartbeats."""
+
+FEW = 32
+"""So many nodes return within the usual limits."""
 
 YIELD_DOUBTS = 3.0
 """A coordinator that hears a minority does not give up the lead again within this multiple of
@@ -83,6 +90,7 @@ def survey(state: JobState, now: float) -> Survey:
     the members may wait in the queue.
     """
     late_s = min(state.late_s, state.limits.lease_s)
+    away_s = late_s + max(0, state.crowd - FEW) / RECONNECTS_PER_S
     accused = {node for mb in state.members.values() for node in mb.report.suspects}
     found, heard, recent_s = [], 0, _recent_s(state)
     for node, member in state.members.items():
@@ -95,15 +103,25 @@ def survey(state: JobState, now: float) -> Survey:
             found.append(Loss(node, LossKind.CLOSED, why, proven=True))
         elif (
             node in accused
-            and closed_s >= state.limits.closed_s + late_s
+            and closed_s >= state.limits.closed_s + away_s
             and _hears_others(state, node, member.closed_at + state.limits.closed_s)
         ):
             why = "connection closed and neighbours lost contact"
             found.append(Loss(node, LossKind.CLOSED, why, proven=False))
-        elif member.silence_s(now) > state.limits.lease_s + late_s:
+        elif member.silence_s(now) > state.limits.lease_s + (
+            late_s if member.connected else away_s
+        ):
             why = f"silent for {now - member.seen:.1f} s"
             found.append(Loss(node, LossKind.SILENT, why, proven=False))
     return Survey(tuple(found), heard, 2 * heard < len(state.members))
+
+
+def with_crowd(state: JobState) -> JobState:
+    """Record how many members were disconnected at a time. This is forgotten when all are back or
+    lost."""
+    away = sum(not member.connected for member in state.members.values())
+    crowd = max(state.crowd, away) if away else 0
+    return state if crowd == state.crowd else state.of(crowd=crowd)
 
 
 def _is_back(member: Member) -> bool:

@@ -523,6 +523,8 @@ class JobState:
     """Seconds before `minority_since` for which a minority was heard during the doubt."""
     doubt_reported: bool = False
     """Whether the doubt lasts so long that it is reported."""
+    crowd: int = 0
+    """Largest number of disconnected members since all were connected."""
     adopted_until: float = 0.0
     """Time until which nodes report to a new coordinator, also those that joined before the store
     lost its last writes; 0: there was no failover."""

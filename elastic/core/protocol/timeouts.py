@@ -20,6 +20,9 @@ MAX_HEARTBEATS_PER_S = 2000
 LEAST_RTT_S, MOST_RTT_S = 0.01, 2.0
 """A measured round-trip time below the first limit has no effect; one above the second counts as
 the second."""
+RECONNECTS_PER_S = 20
+"""Nodes that a busy coordinator admits per second at least: handshakes of TLS and the join token,
+and the first report. Measured with 2,000 nodes: 25 (benchmarks/control_plane/coordinator.py)."""
 RECONNECT_TRIPS = 10
 """Round trips that a reset connection may cost: the handshakes of TCP, TLS and the join token, the
 stream, the report, and one retransmission."""

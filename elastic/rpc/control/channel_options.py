@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.domain.errors import FieldError
-from elastic.rpc.control.connection_watch import HANDSHAKE_S
+from elastic.rpc.control.connection_watch import HANDSHAKE_S, together_s
 from elastic.rpc.control.envelope import MAX_BODY_BYTES, PIECE_BYTES
 
 SPARE_BYTES = 4096
@@ -11,8 +11,10 @@ SPARE_BYTES = 4096
 
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
 """Shortest and longest pause between two attempts to reach the coordinator, with jitter."""
+MAX_ATTEMPTS_PER_S = 1000
+"""Limit on the attempts to connect of all nodes of a job per second."""
 CONNECT_TIMEOUT_S = 2.0
-"""Time limit of an attempt to connect, where another one follows."""
+"""Time limit of an attempt to connect, where another one follows. It is longer in large jobs."""
 IDLE_S = 30.0
 """Time after which a connection without a call is closed. An agent's session is a call."""
 MAX_CONNECTIONS = 16_384
@@ -43,12 +45,18 @@ def check_address(address: str, lowest_port: int = 1) -> None:
         )
 
 
+def retry_max_s(nodes: int) -> float:
+    """Return the longest pause of a node between two attempts to reach the coordinator."""
+    return max(RETRY_MAX_S, nodes / MAX_ATTEMPTS_PER_S)
+
+
 def client_options(
-    keepalive_s: float, connect_s: float = CONNECT_TIMEOUT_S
+    keepalive_s: float, connect_s: float = CONNECT_TIMEOUT_S, nodes: int = 1
 ) -> list[tuple[str, int]]:
     """Return client options. A silent server is noticed in two keepalive intervals.
 
-    `connect_s`: time limit of one attempt to connect, handshake included.
+    `connect_s`: time limit of one attempt to connect, handshake included. `nodes`: number of nodes
+    of the job.
     """
     return [
         ("grpc.enable_http_proxy", 0),
@@ -56,14 +64,15 @@ def client_options(
         ("grpc.service_config_disable_resolution", 1),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", _ms(RETRY_MIN_S)),
-        ("grpc.max_reconnect_backoff_ms", _ms(RETRY_MAX_S)),
+        ("grpc.max_reconnect_backoff_ms", _ms(retry_max_s(nodes))),
         ("grpc.min_reconnect_backoff_ms", _ms(connect_s)),  # time limit of one attempt
         *_both(keepalive_s, MAX_BODY_BYTES),
     ]
 
 
-def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """Return server options. A silent node is noticed in two keepalive intervals.
+def server_options(keepalive_s: float, nodes: int = 1) -> list[tuple[str, int]]:
+    """Return server options for a job of `nodes` nodes. A silent node is noticed in two keepalive
+    intervals.
 
     The largest message is a piece: gRPC reads a whole message before the server can require a
     proof.
@@ -72,7 +81,7 @@ def server_options(keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
+        ("grpc.server_handshake_timeout_ms", _ms(max(HANDSHAKE_S, together_s(nodes)))),
         ("grpc.max_connection_idle_ms", _ms(IDLE_S)),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.max_concurrent_streams", MAX_CALLS),

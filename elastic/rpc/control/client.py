@@ -33,12 +33,13 @@ from elastic.rpc.control.channel_options import (
     CONNECT_TIMEOUT_S,
     PROTOCOL_KEY,
     REFUSED_RETRY_MAX_S,
-    RETRY_MAX_S,
     TERM,
     addresses_of,
     client_options,
+    retry_max_s,
 )
 from elastic.rpc.control.connection_errors import explained
+from elastic.rpc.control.connection_watch import together_s
 from elastic.rpc.control.envelope import (
     CALL,
     CHALLENGE,
@@ -109,16 +110,18 @@ class CoordinatorSession:
         sender: str,
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         ping_s: float = 0.0,
+        nodes: int = 1,
         secure: tls.SecuritySettings | None = None,
         on_refused: Callable[[str], object] = lambda why: None,
         version: ProtocolVersion = SESSION_VERSION,
     ) -> None:
-        """`ping_s`: least pause between measurements of the round-trip time. `secure`: certificates
-        and token of this side; None: those of this process. `version`: announced to coordinators.
-        """
+        """`ping_s`: least pause between measurements of the round-trip time. `nodes`: number of
+        nodes of the job, which may all connect at once. `secure`: certificates and token of this
+        side; None: those of this process. `version`: announced to coordinators."""
         addresses = addresses_of(address)
         self._secure, self._version = secure or tls.current(), version
-        self._on_refused = on_refused
+        self._on_refused, self._nodes = on_refused, nodes
+        self._connect_s = max(CONNECT_TIMEOUT_S, together_s(nodes))
         self._peer = ProtocolVersion()
         """Version of the coordinator that is followed."""
         self._refusals: dict[str, str] = {}
@@ -187,14 +190,14 @@ class CoordinatorSession:
         pauses = ReconnectPauses()
         while True:
             stamp = self._stamp()
-            async with _channel(
-                grpc.aio, address, client_options(keepalive_s), self._secure
-            ) as channel:
+            options = client_options(keepalive_s, self._connect_s, self._nodes)
+            async with _channel(grpc.aio, address, options, self._secure) as channel:
                 while self._stamp() == stamp:
                     started = time.monotonic()
                     followed = await self._attempt(address, channel)
                     lasted_s = time.monotonic() - started
-                    longest_s = REFUSED_RETRY_MAX_S if address in self._refusals else RETRY_MAX_S
+                    refused = address in self._refusals
+                    longest_s = REFUSED_RETRY_MAX_S if refused else retry_max_s(self._nodes)
                     pause_s = pauses.after(lasted_s, followed=followed, longest_s=longest_s)
                     await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
 
@@ -215,7 +218,7 @@ class CoordinatorSession:
             mine = new_nonce()
             question = pack_call(CHALLENGE, {"nonce": mine})
             try:
-                reply = unpack_call(from_wire(await stub.call(question, timeout=CONNECT_TIMEOUT_S)))
+                reply = unpack_call(from_wire(await stub.call(question, timeout=self._connect_s)))
                 metadata += _proof(self._secure.token, mine, reply, "session", self.sender)
             except grpc.aio.AioRpcError as error:
                 why = with_expiry(str(error.details()), self._secure.certificates)
@@ -237,10 +240,10 @@ class CoordinatorSession:
         """Return why there is no connection. A request fails with the reason; a stream waits."""
         try:
             question = pack_call(CHALLENGE, {"nonce": new_nonce()})
-            await stub.call(question, timeout=CONNECT_TIMEOUT_S)
+            await stub.call(question, timeout=self._connect_s)
         except grpc.aio.AioRpcError as error:
             return with_expiry(explained(str(error.details())), self._secure.certificates)
-        return f"no connection within {CONNECT_TIMEOUT_S:g} s"
+        return f"no connection within {self._connect_s:g} s"
 
     def _no_stream(self, address: str, why: str) -> None:
         """Note why there is no stream to `address`, and log it if that is new."""

@@ -21,17 +21,20 @@ import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from elastic.core.protocol.timeouts import RECONNECTS_PER_S
 from elastic.rpc.security.expiry import with_expiry
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import Certificates
 from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 
 HANDSHAKE_S = 5.0
-"""Time limit of a handshake, kept by gRPC (on a port without TLS: of the opening of HTTP/2)."""
+"""Time limit of a handshake, kept by gRPC (on a port without TLS: of the opening of HTTP/2). It is
+longer in large jobs (`together_s`)."""
 SPARED_S = 0.5
 """Age below which a handshake is not shut down, so that many members can connect at once."""
 MAX_HANDSHAKES, MAX_PER_ADDRESS = 256, 64
-"""Unauthenticated connections at a time, in all and from one address unless it is loopback."""
+"""Unauthenticated connections at a time, in all and from one address unless it is loopback. In
+large jobs there may be more in all: two for each node."""
 MAX_SPARED = 2048
 """Number of unauthenticated connections above which even younger ones are shut down."""
 SHORTEST_LOOK_S, LOOK_S = 0.05, 0.25
@@ -39,6 +42,15 @@ SHORTEST_LOOK_S, LOOK_S = 0.05, 0.25
 PORT = "coordinator"
 Peer = tuple[str, int]
 """Address and port of the other side."""
+
+
+def together_s(nodes: int) -> float:
+    """Return the time in which all nodes of a job can connect at once.
+
+    Their handshakes take turns, so that all end late. If the server or a node gave up earlier, the
+    work would be lost, the node would try again, and no handshake would ever end.
+    """
+    return nodes / RECONNECTS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +64,14 @@ class ConnectionWatch:
     """Watches the connections to one port of this process. Only `began` is thread-safe."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, certificates: Certificates | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        certificates: Certificates | None = None,
+        nodes: int = 1,
     ) -> None:
-        """`loop` runs everything except `began`. `certificates`: this side's, for error texts."""
-        self._certificates = certificates
+        """`loop` runs everything except `began`. `certificates`: this side's, for error texts.
+        `nodes`: number of nodes of the job."""
+        self._certificates, self._nodes = certificates, nodes
         self.port = 0
         """Port to watch; set before the first handshake."""
         self._loop = loop
@@ -154,11 +170,12 @@ class ConnectionWatch:
 
     def _make_room(self) -> None:
         """Shut the oldest unauthenticated connections down while there are too many."""
-        while (first := self._waiting.full(MAX_HANDSHAKES + 1)) is not None:
+        most = max(MAX_HANDSHAKES, 2 * self._nodes)
+        while (first := self._waiting.full(most + 1)) is not None:
             found = self._sockets[first]
             assert found is not None
             young = self._loop.time() - found.since < SPARED_S
-            if young and len(self._waiting) <= MAX_SPARED:
+            if young and len(self._waiting) <= max(MAX_SPARED, most):
                 return
             self._shut_down(first)
 

@@ -164,13 +164,15 @@ class Server:
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
+        nodes: int = 1,
         secure: tls.SecuritySettings | None = None,
         version: ProtocolVersion = SESSION_VERSION,
     ) -> None:
-        """`secure`: certificates and token that clients need; None: those of this process.
-        `version`: announced to nodes; others are refused."""
+        """`nodes`: number of nodes of the job, which may all connect at once. `secure`:
+        certificates and token that clients need; None: those of this process. `version`: announced
+        to nodes; others are refused."""
         check_address(address, lowest_port=0)
-        self._version = version
+        self._version, self._nodes = version, nodes
         secure = secure or tls.current()
         self._gate, self._certificates = TokenGate(secure.token), secure.certificates
         self._watch: ConnectionWatch | None = None
@@ -185,7 +187,7 @@ class Server:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self, address: str, keepalive_s: float) -> str:
-        self._server = grpc.aio.server(options=server_options(keepalive_s))
+        self._server = grpc.aio.server(options=server_options(keepalive_s, self._nodes))
         # Requests arrive as bytes: gRPC turns the error of a deserializer into a request of None.
         methods = {
             "Session": grpc.stream_stream_rpc_method_handler(
@@ -199,7 +201,8 @@ class Server:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
             else:
-                self._watch = ConnectionWatch(asyncio.get_running_loop(), self._certificates)
+                loop = asyncio.get_running_loop()
+                self._watch = ConnectionWatch(loop, self._certificates, self._nodes)
                 credentials = _credentials(self._certificates, self._watch.began)
                 port = self._server.add_secure_port(address, credentials)
                 self._watch.port = port

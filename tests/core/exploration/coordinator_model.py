@@ -250,6 +250,7 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         seen=_shared(_with(state.seen, pause_s=0.0)),
         doubt_since=shift(state.doubt_since),
         minority_since=shift(state.minority_since),
+        crowd=0,
         adopted_until=max(shift(state.adopted_until), NOW) if state.adopted_until else 0.0,
         yielded_at=shift(state.yielded_at),
         absent=tuple((node, NOW) for node, _ in state.absent),

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.liveness import is_heard
+from elastic.core.job.liveness import FEW, is_heard
 from elastic.core.job.state import Heartbeat, Heartbeats, JobPhase, JobState, LogEntry, Policy, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
-from elastic.core.protocol.timeouts import budget
+from elastic.core.protocol.timeouts import RECONNECTS_PER_S, budget
 from elastic.domain.types import NodeInfo
 
 START, TICK_S, BEAT_S = 100.0, 0.1, 0.2
@@ -119,6 +119,39 @@ def test_a_sign_of_life_after_a_reset_is_enough(returns: bool) -> None:
         story.event(Heartbeat("n1", "n1-1", 0, 0), 0.8)
     story.live(1.5, ("n0", "n2"))
     assert story.lost == ([] if returns else [("n1", "closed")])
+
+
+def test_a_crowd_that_returns_one_by_one_loses_nobody() -> None:
+    """Handshakes take turns: of 400 nodes 25 return per second."""
+    nodes, per_s = 400, 25
+    story = Story(waiting(nodes))
+    for name in story.names:
+        story.event(job.ConnectionClosed(name, f"{name}-1"))
+    story.live(0.2)
+    for back in range(0, nodes, per_s):
+        for name in story.names[back : back + per_s]:
+            story.event(first_report(name))
+        story.live(1.0, story.names[: back + per_s])
+    assert len(story.state.members) == nodes and story.state.crowd == 0
+
+
+def test_a_node_of_a_crowd_that_does_not_return_is_lost() -> None:
+    nodes = 60
+    story = Story(waiting(nodes))
+    for name in story.names:
+        story.event(job.ConnectionClosed(name, f"{name}-1"))
+    story.live(0.2)
+    dead, *alive = story.names
+    for name in alive:
+        story.event(first_report(name))
+    story.live(3.5, alive)
+    assert dead in story.state.members, "many were away, and return one after the other"
+    story.live((nodes - FEW) / RECONNECTS_PER_S, alive)
+    assert dead not in story.state.members and set(alive) == set(story.state.members)
+    story.live(1.0, alive)
+    assert story.state.crowd == 0
+    story.live(3.5, alive[1:])
+    assert alive[0] not in story.state.members, "alone it has the usual lease"
 
 
 def test_the_silence_of_the_user_decides_about_closed_connections() -> None:
