@@ -253,9 +253,7 @@ def summarize(
     return RecoverySummary(network, source, todo, in_part, lost, text)
 
 
-def _state_source(
-    assignment: Assignment, lost_nodes: Sequence[str], live: Sequence[bool]
-) -> str:
+def _state_source(assignment: Assignment, lost_nodes: Sequence[str], live: Sequence[bool]) -> str:
     """`live`: for each recipe, whether living workers on its node hold the state."""
     recipes = assignment.recipes
     if any(recipe.checkpoint for _, recipe in recipes):
