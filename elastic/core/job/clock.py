@@ -23,6 +23,7 @@ from elastic.core.job.state import (
     ProgressWatch,
     RestartOrders,
 )
+from elastic.planning.backup.loss_history import LossHistory
 
 TIMES: dict[type, tuple[str, ...]] = {
     JobState: (
@@ -37,7 +38,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "failure",
         "suspected_since",
         "backup_checked_at",
-        "counted_at",
+        "history",
         "reconsider_at",
         "health",
         "paths",
@@ -57,6 +58,7 @@ TIMES: dict[type, tuple[str, ...]] = {
     ProgressWatch: ("since", "signs", "orders", "retry_at", "failed_times", "final"),
     FinalWait: ("since",),
     JobFailure: ("at",),
+    LossHistory: ("counted_at", "event_at"),
     NodeHealth: (
         "crashes",
         "link_crashes",

@@ -34,9 +34,9 @@ MAX_PAUSES = 9
 
 def count_node_seconds(state: JobState, now: float, left: int = 0) -> JobState:
     """Add up node-seconds. Call this before members join, or before `left` members leave."""
-    since = len(state.members) * max(0.0, now - state.counted_at) if state.counted_at else 0.0
-    node_seconds, losses = state.node_seconds + since, state.losses + left
-    return state.of(node_seconds=node_seconds, counted_at=now, losses=losses)
+    nodes = len(state.members)
+    history = state.history.with_losses(now, nodes) if left else state.history.at(now, nodes)
+    return state.of(history=history)
 
 
 def without_member(state: JobState, node: str, now: float, left: int = 0) -> JobState:
@@ -71,9 +71,10 @@ def record_pause(state: JobState, change: EpochChange, resumed_at: float) -> Job
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
     """Return the expected losses and pauses. `anyway`: training pauses now in any case."""
     pause_s = median(state.pauses) if state.pauses else DEFAULT_PAUSE_S
+    history = state.history.at(now, len(state.members))
     return Outlook(
-        losses=state.losses,
-        node_seconds=count_node_seconds(state, now).node_seconds,
+        events=history.events,
+        node_seconds=history.node_seconds,
         pause_in_s=0.0 if anyway else pause_s,
         pause_out_s=pause_s,
     )

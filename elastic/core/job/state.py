@@ -38,6 +38,7 @@ from elastic.domain.types import (
     Slot,
     StepRecord,
 )
+from elastic.planning.backup.loss_history import LossHistory
 from elastic.planning.cost.profile import Profile
 
 
@@ -489,11 +490,8 @@ class JobState:
     """Incarnations of members whose vaults can store no copies of other nodes."""
     resumed: SavedModel | None = None
     """Model of the checkpoint that the job resumes, until it is compared with the script's."""
-    losses: int = 0
-    """Number of members that left in the time that `node_seconds` counts."""
-    node_seconds: float = 0.0
-    """Seconds of membership, summed over all members, until `counted_at`."""
-    counted_at: float = 0.0
+    history: LossHistory = field(default_factory=LossHistory)
+    """Losses and seconds of membership, for the expected time to the next loss."""
     pauses: tuple[float, ...] = ()
     """Seconds for which training paused in each of the newest epoch changes."""
     reconsider_at: float = 0.0

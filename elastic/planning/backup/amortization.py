@@ -15,8 +15,9 @@ change of the cluster if that is shorter. At such a change all nodes pause anywa
 node joins without cost. So pause_out does not count in this case.
 
 The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
-(observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of
-one loss per hour. Without losses the horizon grows about as fast as the observed time.
+(observed events + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of
+one event per hour (`elastic.planning.backup.loss_history` counts them). Without losses the horizon
+grows about as fast as the observed time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-PRIOR_LOSSES, PRIOR_NODE_S = 1, 3600.0
-"""Prior of the hazard: one loss per node-hour."""
+PRIOR_EVENTS, PRIOR_NODE_S = 1, 3600.0
+"""Prior of the hazard: one event per node-hour."""
 DEFAULT_PAUSE_S = 1.0
 """Assumed pause of a change before the first one is measured, seconds."""
 
@@ -50,9 +51,9 @@ class Verdict:
     """Seconds without a loss after which the nodes are worth using; inf: never."""
 
 
-def hazard_per_s(losses: int, node_seconds: float) -> float:
-    """Return the expected losses per node and second."""
-    return (losses + PRIOR_LOSSES) / (node_seconds + PRIOR_NODE_S)
+def hazard_per_s(events: float, node_seconds: float) -> float:
+    """Return the expected events per node and second."""
+    return (events + PRIOR_EVENTS) / (node_seconds + PRIOR_NODE_S)
 
 
 def horizon_s(hazard: float, nodes: int) -> float:
@@ -89,7 +90,8 @@ def _format_option(option: Option) -> str:
 class Outlook:
     """Basis for the expected losses and pauses of a job."""
 
-    losses: int = 0
+    events: float = 0.0
+    """Observed losses; those that belong together count once."""
     node_seconds: float = 0.0
     """Observed seconds, summed over all nodes."""
     pause_in_s: float = DEFAULT_PAUSE_S
@@ -99,7 +101,7 @@ class Outlook:
 
     @property
     def hazard_per_s(self) -> float:
-        return hazard_per_s(self.losses, self.node_seconds)
+        return hazard_per_s(self.events, self.node_seconds)
 
 
 def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) -> Verdict:
@@ -126,8 +128,8 @@ def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) ->
     )
     if stays_s > needed_s:
         return Verdict(True, f"{until} {last}, {gain}: {cost}")
-    # The horizon (node-seconds + prior) / (nodes * losses) grows by a second in `losses` seconds.
-    again_s = (needed_s - stays_s) * (outlook.losses + PRIOR_LOSSES) if not leaves else inf
+    # The horizon (node-seconds + prior) / (nodes * events) grows by a second in `events` seconds.
+    again_s = (needed_s - stays_s) * (outlook.events + PRIOR_EVENTS) if not leaves else inf
     if lifetime_s - again_s <= needed_s:
         again_s = inf
     return Verdict(False, f"{until} {last}, {gain}: {cost}", again_s)

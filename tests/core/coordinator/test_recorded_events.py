@@ -52,7 +52,7 @@ def test_one_decision_for_many_events_equals_single_decisions() -> None:
         apart, _, _ = apply_rules(apart, now)
         single, _, _ = apply_rules(single, now)
         assert apart == single, number
-    assert set(apart.members) == {"a", "c"} and apart.epoch == 1 and apart.losses == 1
+    assert set(apart.members) == {"a", "c"} and apart.epoch == 1 and apart.history.events == 1
 
 
 def test_heartbeats_together_equal_single_heartbeats() -> None:

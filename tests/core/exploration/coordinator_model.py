@@ -21,6 +21,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Assignment
 from elastic.planning.backup.amortization import DEFAULT_PAUSE_S
+from elastic.planning.backup.loss_history import LossHistory
 from elastic.planning.plan.plan import validate_plan
 
 T = TypeVar("T")
@@ -240,9 +241,7 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         paces={},
         gauges={},
         backup_checked_at=0.0,
-        losses=0,
-        node_seconds=0.0,
-        counted_at=0.0,
+        history=LossHistory(),
         pauses=(DEFAULT_PAUSE_S,) if state.trained else (),
         reconsider_at=0.0,
         health={name: _health(state.health[name], shift) for name in sorted(state.health)},

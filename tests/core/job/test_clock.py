@@ -28,7 +28,6 @@ OTHER = {
         "recovered_at",  # on the clocks of nodes
         "start_s",
         "late_s",
-        "node_seconds",
         "backup_figures",
         "pauses",
         "durations",
@@ -48,6 +47,7 @@ OTHER = {
     },
     "ProgressSign": {"spun_s"},
     "JobFailure": {"failed"},
+    "LossHistory": {"events", "node_seconds"},
     "NodeHealth": {"clock", "report", "preflight", "link", "loaded"},
     "Member": {"report", "notice", "launch", "excused_s"},
 }

@@ -15,6 +15,7 @@ from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
+from elastic.planning.backup.loss_history import LossHistory
 from elastic.planning.cost.profile import LinkProfile, profile_of
 from tests.core.state_access import plan_of
 from tests.core.world.world import Fault, World
@@ -62,7 +63,7 @@ def test_a_node_expected_to_live_two_minutes_is_left_as_a_spare() -> None:
 
 @pytest.mark.parametrize("lifetime_s", [0.0, 3000.0])
 def test_a_node_that_stays_longer_is_used(lifetime_s: float) -> None:
-    state = running().of(pauses=(20.0,), node_seconds=1e7)
+    state = running().of(pauses=(20.0,), history=LossHistory(node_seconds=1e7))
     after, actions, _ = join(state, "node9", lifetime_s=lifetime_s)
     assert after.joining == ("node9",)
     assert any(isinstance(a, Send) and isinstance(a.message, m.Prefetch) for a in actions)
@@ -75,7 +76,7 @@ def test_two_minutes_are_enough_where_pauses_are_short() -> None:
 
 def test_without_a_measured_pause_the_bytes_to_move_count() -> None:
     """A third of the layers moves in and out again over a link that needs a minute for it."""
-    state = running().of(node_seconds=1e7)
+    state = running().of(history=LossHistory(node_seconds=1e7))
     assert state.spec is not None and state.plan is not None
     # State so large that gradients and activations hardly count on the same link.
     heavy = tuple(replace(la, state_bytes=10**6 * la.state_bytes) for la in state.spec.layers)
@@ -91,7 +92,7 @@ def test_without_a_measured_pause_the_bytes_to_move_count() -> None:
 
 def test_only_those_new_nodes_that_stay_are_used() -> None:
     """Both are considered together first."""
-    state = running().of(pauses=LONG_PAUSES, node_seconds=1e7)
+    state = running().of(pauses=LONG_PAUSES, history=LossHistory(node_seconds=1e7))
     state, _, _ = join(state, "node8", lifetime_s=120.0)
     state, _, _ = join(state, "node9")
     after, actions, _ = transition(
@@ -113,9 +114,8 @@ def test_a_new_node_is_used_although_another_one_dies_before_the_decision() -> N
 
 
 def test_a_changed_expected_stay_is_considered_again() -> None:
-    state, _, _ = join(
-        running().of(pauses=LONG_PAUSES, node_seconds=1e7), "node9", lifetime_s=120.0
-    )
+    calm = running().of(pauses=LONG_PAUSES, history=LossHistory(node_seconds=1e7))
+    state, _, _ = join(calm, "node9", lifetime_s=120.0)
     report = state.members["node9"].report
     info = replace(report.info, lifetime_s=36000.0)
     after, _, _ = transition(state, replace(report, info=info), state.updated_at + 0.01)
@@ -123,7 +123,7 @@ def test_a_changed_expected_stay_is_considered_again() -> None:
 
 
 def test_after_many_losses_a_new_node_waits_for_a_calm_period() -> None:
-    rough = running().of(pauses=LONG_PAUSES, losses=50, node_seconds=3600.0)
+    rough = running().of(pauses=LONG_PAUSES, history=LossHistory(50, 3600.0))
     state, actions, _ = join(rough, "node9")
     assert not state.joining
     assert "to the next change expected" in spare_entries(actions)[0].data["reason"]
@@ -227,10 +227,10 @@ def test_losses_node_seconds_and_pauses_are_counted() -> None:
     world.inject(Fault("kill", 3.0, 1))
     world.run(limit=6.0)
     state = world.coordinator.state
-    assert state.losses == 1
+    assert state.history.events == pytest.approx(1, rel=1e-3)
     assert len(state.pauses) == 1 and 0 < state.pauses[0] < 2.0
     ahead = join_policy.outlook(state, world.now)
-    assert ahead.pause_in_s == state.pauses[0] and ahead.losses == 1
+    assert ahead.pause_in_s == state.pauses[0] and ahead.events == pytest.approx(1, rel=1e-3)
     assert 3 * 2.5 + 2 * 2.5 < ahead.node_seconds < 3 * 6.0
 
 
@@ -286,14 +286,14 @@ def outlive(state: JobState, node: str) -> tuple[JobState, float]:
 
 def test_a_spare_that_outlives_its_lifetime_is_used() -> None:
     """A moment after its expected end it may be late, and is not used yet."""
-    state = running().of(pauses=LONG_PAUSES, node_seconds=1e7)
+    state = running().of(pauses=LONG_PAUSES, history=LossHistory(node_seconds=1e7))
     state, _, _ = join(state, "node9", lifetime_s=120.0)
     state, unknown = outlive(state, "node9")
     early, _, _ = transition(state, job.Tick(), unknown - 1.0)
     assert not early.joining
     after, _, _ = transition(state, job.Tick(), unknown + 1.0)
     assert after.joining == ("node9",)
-    rough = state.of(losses=50, node_seconds=3600.0)
+    rough = state.of(history=LossHistory(50, 3600.0))
     after, _, _ = transition(rough, job.Tick(), unknown + 1.0)
     assert not after.joining and after.reconsider_at > unknown + 60.0, "for another reason"
 

@@ -22,6 +22,7 @@ from elastic.core.policy import backup_policy as backup
 from elastic.core.policy.backup_policy import CHECK_INTERVAL_S, MIN_STEPS
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import BackupTraffic, MicrobatchTiming
+from elastic.planning.backup.loss_history import LossHistory
 from tests.core.policy.test_straggler_policy import running
 from tests.core.state_access import change_of
 
@@ -94,7 +95,7 @@ def after_heartbeats(
 def auto() -> JobState:
     state = running()
     return state.of(
-        policy=replace(state.policy, backup="auto"), losses=0, node_seconds=1e9, pauses=(0.1,)
+        policy=replace(state.policy, backup="auto"), history=LossHistory(0, 1e9), pauses=(0.1,)
     )
 
 
@@ -176,7 +177,7 @@ def test_schemes_of_the_user_are_never_changed() -> None:
 def test_a_change_that_saves_less_than_its_pause_is_not_made() -> None:
     """With losses every few seconds and a pause of an hour, no change is worth a pause."""
     state = after_heartbeats(
-        auto().of(losses=10**6, node_seconds=1e6, pauses=(3600.0,)), MIN_STEPS, sent_s=1e6
+        auto().of(history=LossHistory(10**6, 1e6), pauses=(3600.0,)), MIN_STEPS, sent_s=1e6
     )
     result = backup.change_backup(state, CHECK_INTERVAL_S)
     assert result is not None and result[0].phase is JobPhase.RUNNING

@@ -63,8 +63,8 @@ def test_no_gain_is_no_reason() -> None:
 
 
 def test_nodes_that_go_often_make_joining_worth_less() -> None:
-    calm = Outlook(losses=0, node_seconds=4 * 3600.0, pause_in_s=20.0)
-    rough = Outlook(losses=99, node_seconds=4 * 3600.0, pause_in_s=20.0)
+    calm = Outlook(events=0, node_seconds=4 * 3600.0, pause_in_s=20.0)
+    rough = Outlook(events=99, node_seconds=4 * 3600.0, pause_in_s=20.0)
     assert worth(calm, speedup=4 / 3, lifetime_s=inf, nodes=4).use
     refused = worth(rough, speedup=4 / 3, lifetime_s=inf, nodes=4)
     assert not refused.use
@@ -84,10 +84,10 @@ def test_a_refused_node_is_worth_it_when_it_was_said_to_be(
     losses: int, seconds: float, nodes: int, speedup: float, pause: float
 ) -> None:
     def judge(at: float) -> bool:
-        outlook = Outlook(losses=losses, node_seconds=seconds + nodes * at, pause_in_s=pause)
+        outlook = Outlook(events=losses, node_seconds=seconds + nodes * at, pause_in_s=pause)
         return worth(outlook, speedup=speedup, lifetime_s=inf, nodes=nodes).use
 
-    outlook = Outlook(losses=losses, node_seconds=seconds, pause_in_s=pause)
+    outlook = Outlook(events=losses, node_seconds=seconds, pause_in_s=pause)
     verdict = worth(outlook, speedup=speedup, lifetime_s=inf, nodes=nodes)
     if not verdict.use:
         assert judge(verdict.again_s * 1.001 + 0.01)
@@ -95,7 +95,7 @@ def test_a_refused_node_is_worth_it_when_it_was_said_to_be(
 
 
 def test_a_node_that_will_have_gone_by_then_is_not_looked_at_again() -> None:
-    rough = Outlook(losses=99, node_seconds=4 * 3600.0, pause_in_s=20.0)
+    rough = Outlook(events=99, node_seconds=4 * 3600.0, pause_in_s=20.0)
     assert worth(rough, speedup=4 / 3, lifetime_s=1000.0, nodes=4).again_s == inf
     assert worth(rough, speedup=4 / 3, lifetime_s=10000.0, nodes=4).again_s == pytest.approx(3500.0)
 

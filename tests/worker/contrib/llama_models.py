@@ -24,6 +24,19 @@ SHARED: dict[str, Any] = {
 }
 needs_gate = pytest.mark.skipif(not HAS_GATE, reason="megatron-core 0.16 or newer is needed")
 
+TRANSFORMERS_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+"""Fields of a config of transformers with the sizes of `config`."""
+
 
 def config(**changes: Any) -> TransformerConfig:
     modern: dict[str, Any] = {

@@ -21,6 +21,7 @@ from tests.worker.contrib.llama_models import (
     HAS_GATE,
     LENGTH,
     SHARED,
+    TRANSFORMERS_SIZES,
     VOCABULARY,
     experts,
     needs_gate,
@@ -54,21 +55,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def mixture(family: str) -> Any:
     """A model whose gates, norms and biases have values of their own, too."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attn_implementation": "eager",
-    }
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(family, **{**sizes, **MODELS[family][0]})
+            transformers.AutoConfig.for_model(family, **{**TRANSFORMERS_SIZES, **MODELS[family][0]})
         )
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

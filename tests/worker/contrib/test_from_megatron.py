@@ -23,6 +23,7 @@ from tests.worker.contrib.cut_models import excess, run
 from tests.worker.contrib.gpt_models import backward_in_two_parts, build_stack, gradients_of
 from tests.worker.contrib.llama_models import (
     LENGTH,
+    TRANSFORMERS_SIZES,
     VOCABULARY,
     config,
     experts,
@@ -46,18 +47,7 @@ def microbatch(index: int, **others: Tensor) -> Microbatch:
 
 
 def transformers_model(family: str) -> Any:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attn_implementation": "eager",
-    }
+    sizes = {**TRANSFORMERS_SIZES, "intermediate_size": 48}
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(
