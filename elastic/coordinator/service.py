@@ -181,8 +181,7 @@ class Coordinator:
         self._former_log: tuple[str, ...] = ()
         """Events that the former coordinator may not have written."""
         self._filter = SessionFilter(self._dismiss)
-        self._heartbeats: dict[str, m.Heartbeat] = {}
-        """Heartbeats that are not recorded yet, by node."""
+        self._heartbeats = dict[str, m.Heartbeat]()  # not recorded yet, by node
         # The first state takes long if there are many checkpoints, or if their disk is slow.
         ready_s = config.timeouts.preflight_disk_s
         put = self._events.put

@@ -13,8 +13,10 @@ from elastic.coordinator import event_queue as module
 from elastic.coordinator.event_queue import EventQueue
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import state as job
+from elastic.core.job.liveness import FEW
 from elastic.core.job.state import JobPhase, JobState, Policy, Tick
 from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
+from elastic.core.protocol.timeouts import RECONNECTS_PER_S
 from elastic.domain.types import NodeInfo
 from tests.coordinator.helpers import START, ManualLoop
 
@@ -179,17 +181,19 @@ def test_a_delayed_coordinator_waits_longer_for_a_reconnect() -> None:
 
 
 def test_a_new_leader_waits_longer_for_many_nodes() -> None:
-    """All nodes reconnect at the same time."""
-    few, many = waiting_job("a", "b"), waiting_job(*(f"n{number}" for number in range(1000)))
-    for state, longer_s in ((few, 0.0), (many, 0.5)):
+    """All nodes reconnect at the same time, one after the other."""
+    few, many = waiting_job("a", "b"), waiting_job(*(f"n{number}" for number in range(200)))
+    turns_s = (200 - FEW) / RECONNECTS_PER_S
+    for state, longer_s, step_s in ((few, 0.0, 0.25), (many, 0.1 + turns_s, 0.5)):
         back = list(state.members.values())[: len(state.members) // 2]
         adopted, _, _ = record_event(state, job.CoordinatorFailover(), START)
         known, until = adopted, START + state.limits.adopt_s + longer_s
-        for quarter in range(1, 20):
-            known, _, _ = record_event(known, Tick(), START + quarter * 0.25)
+        while known.updated_at < until + 2 * step_s:
+            now = known.updated_at + step_s
+            known, _, _ = record_event(known, Tick(), now)
             for member in back:
-                known, _, _ = record_event(known, member.report, START + quarter * 0.25)
-            known, _, _ = apply_rules(known, START + quarter * 0.25)
+                known, _, _ = record_event(known, member.report, now)
+            known, _, _ = apply_rules(known, now)
             missing = state.members.keys() - known.members.keys()
             assert bool(missing) == (known.updated_at > until + 0.1)
             assert not missing & {member.node for member in back}

@@ -226,7 +226,8 @@ def _decode_report(body: bytes) -> NodeReport:
     global _newest_spec
     parts = _PARTS.decode(body)
     raw, (newest, spec) = bytes(parts.pop("spec", NIL)), _newest_spec
-    report = codec.msgpack_decoder(NodeReport).decode(_ENCODER.encode(parts))
+    decoder: msgspec.msgpack.Decoder[NodeReport] = codec.msgpack_decoder(NodeReport)
+    report = decoder.decode(_ENCODER.encode(parts))
     if raw == NIL:
         return report
     if raw != newest:
