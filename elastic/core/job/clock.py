@@ -38,6 +38,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "failure",
         "suspected_since",
         "backup_checked_at",
+        "counted_at",
         "history",
         "reconsider_at",
         "health",

@@ -490,6 +490,11 @@ class JobState:
     """Incarnations of members whose vaults can store no copies of other nodes."""
     resumed: SavedModel | None = None
     """Model of the checkpoint that the job resumes, until it is compared with the script's."""
+    losses: int = 0
+    node_seconds: float = 0.0
+    counted_at: float = 0.0
+    """These three are not used any more (see `history`). They are removed with the next protocol
+    version."""
     history: LossHistory = field(default_factory=LossHistory)
     """Losses and seconds of membership, for the expected time to the next loss."""
     pauses: tuple[float, ...] = ()

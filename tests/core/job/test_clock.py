@@ -28,6 +28,7 @@ OTHER = {
         "recovered_at",  # on the clocks of nodes
         "start_s",
         "late_s",
+        "node_seconds",
         "backup_figures",
         "pauses",
         "durations",

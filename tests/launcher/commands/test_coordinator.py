@@ -34,8 +34,9 @@ def test_the_code_of_the_job_that_has_ended(
     assert main([word for word in WORDS if word != "--once"]) == 77
 
 
-def test_a_coordinator_can_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_can_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Kubernetes that of its pod, which tells the coordinators of a job apart."""
+    monkeypatch.chdir(tmp_path)  # a job that has ended may have left its files in the present one
     tasks: list[Request] = []
     monkeypatch.setattr(run, "_launch", tasks.append)
     for words in ((), ("--name", "demo-coordinator-1")):
