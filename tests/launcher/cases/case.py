@@ -55,7 +55,8 @@ class Case:
     then: Command | None = None
     """Runs after `command`, or during its wait."""
     is_long: bool = False
-    """It takes more than about ten seconds or imports torch: only `make chaos` runs it."""
+    """It trains, takes more than about ten seconds, or resembles another case: only `make chaos`
+    runs it."""
 
     @property
     def name(self) -> str:

@@ -33,6 +33,7 @@ CASES = (
         item=4,
         title="It fails again after its last restart",
         files={"train.py": FAILS.replace('os.environ["RANK"] == "1"', "True")},
+        is_long=True,
         command=Command(
             line="elastic run --standalone --max-restarts 1 --run-dir run train.py",
             code=EXIT_FAILURE,

@@ -85,6 +85,7 @@ CASES = (
         item=1,
         title="Static rendezvous of two nodes, only the second is started",
         files=JOB,
+        is_long=True,
         command=Command(
             line="elastic run --nnodes 2 --node-rank 1 --master-port {free} train.py",
             wait="no coordinator has answered node1 at 127.0.0.1:PORT for N s",
