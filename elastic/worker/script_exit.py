@@ -2,6 +2,7 @@
 
 `watch_errors` is called when a script imports a name of the public interface. Without it a wrong
 argument would end in a traceback through this package, which does not help the script's author.
+The traceback of an error in the script's own functions does not show the calls of this package.
 `watch_script` is called when it imports `Trainer`.
 """
 
@@ -25,6 +26,7 @@ ONCE = (
     "use one Trainer, with the steps of the whole training"
 )
 NEVER = "ended without training: it never called Trainer(...).run()"
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -72,6 +74,29 @@ def user_place(trace: TracebackType | None) -> str:
     return place
 
 
+def without_own_calls(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` without the frames of this package, if it called the user's function that
+    failed. The whole trace of an error of this package, or of a library that it called, is kept."""
+    steps: list[TracebackType] = []
+    while trace is not None:
+        steps.append(trace)
+        trace = trace.tb_next
+    own = [_is_own(step.tb_frame.f_code.co_filename) for step in steps]
+    last = max((at for at, ours in enumerate(own) if ours), default=-1)
+    below = steps[last + 1 :]
+    hides = any(is_users(step.tb_frame.f_code.co_filename) for step in below)
+    kept: TracebackType | None = None
+    for step, ours in reversed(list(zip(steps, own, strict=True))):
+        if not (ours and hides):
+            kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return kept
+
+
+def _is_own(file: str) -> bool:
+    """Return whether a file belongs to this package."""
+    return file.startswith(_PACKAGE)
+
+
 def _short(path: str) -> str:
     """Return `path` relative to the working directory, if it is below it."""
     try:
@@ -86,7 +111,8 @@ def _on_uncaught(
 ) -> None:
     """Report a usage error in one line, and end with its exit code; pass on all other errors."""
     if not isinstance(error, UsageError) or hasattr(sys, "ps1"):
-        former(kind, error, trace)
+        trace = without_own_calls(trace)
+        former(kind, error.with_traceback(trace), trace)  # the interpreter prints that of `error`
         return
     text = f"{user_place(trace)}{error}"
     if not _told_agent(text, error.exit_code):

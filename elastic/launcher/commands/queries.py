@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,7 @@ from elastic.launcher.flags.validators import (
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.rundir import LAUNCHER_EXIT, launcher_of
 from elastic.launcher.run.wait_lines import STANDBY, WAITING_NODE, waiting_text
+from elastic.reminder import EVERY_S
 from elastic.rpc.security.roles import LESSER, Role, token_of
 from elastic.rpc.security.tls import TOKEN_FILE, read_token
 
@@ -87,12 +91,12 @@ def status(watch: bool, interval: float, **flags: Any) -> int:
     if watch:
         from elastic.launcher.commands.watch import watch as repeat
 
-        return repeat(job, lambda: _status(job), interval, LATEST)
+        return repeat(job, lambda: _status(job, reminds=False), interval, LATEST)
     answer = _status(job)
     return show(answer if job.json else main_view(answer), job.json)
 
 
-def _status(job: SimpleNamespace) -> Answer:
+def _status(job: SimpleNamespace, *, reminds: bool = True) -> Answer:
     """Return the coordinator's answer, or what this machine's processes wait for if it gives none.
 
     Raises the error of the query if they wait for nothing.
@@ -100,7 +104,7 @@ def _status(job: SimpleNamespace) -> Answer:
     from elastic.rpc.control.client import Unreachable
 
     try:
-        return query(job, "status", {})
+        return query(job, "status", {}, reminds=reminds)
     except (Unreachable, FieldError):
         found = None if job.rdzv_endpoint else local_wait(job.run_dir or LATEST)
         if found is None:
@@ -272,13 +276,35 @@ def export(checkpoint: str, out: Path, force: bool, json: bool) -> int:
     return show({"out": str(out), **export_checkpoint(checkpoint, out, force=force)}, json)
 
 
-def query(job: SimpleNamespace, kind: str, body: Answer) -> Answer:
-    """Return the coordinator's answer to a query. `job` holds the values of `query_options`."""
+def query(job: SimpleNamespace, kind: str, body: Answer, *, reminds: bool = True) -> Answer:
+    """Return the coordinator's answer to a query. `job` holds the values of `query_options`.
+
+    `reminds`: lines on standard error tell of a wait.
+    """
     address = _coordinator_address(job)
     from elastic.rpc.control.client import call
 
     run_dir = None if job.rdzv_endpoint and not job.run_dir else job.run_dir or LATEST
-    return call(address, kind, body, secure=client_security(job, os.environ, run_dir))
+    secure = client_security(job, os.environ, run_dir)
+    with _reminders(address) if reminds else contextlib.nullcontext():
+        return call(address, kind, body, secure=secure)
+
+
+@contextlib.contextmanager
+def _reminders(address: str) -> Iterator[None]:
+    """Say again and again that an answer of `address` is awaited, until the block ends."""
+    answered = threading.Event()
+    text = f"elastic: waiting for an answer of the coordinator at {address}"
+
+    def remind() -> None:
+        while not answered.wait(EVERY_S):
+            print(text, file=sys.stderr, flush=True)
+
+    threading.Thread(target=remind, name="reminders", daemon=True).start()
+    try:
+        yield
+    finally:
+        answered.set()
 
 
 def _coordinator_address(job: SimpleNamespace) -> str:
