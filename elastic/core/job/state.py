@@ -491,10 +491,11 @@ class JobState:
     resumed: SavedModel | None = None
     """Model of the checkpoint that the job resumes, until it is compared with the script's."""
     losses: int = 0
+    """Not used any more (`history` has it); it is removed with the next protocol version."""
     node_seconds: float = 0.0
+    """Likewise."""
     counted_at: float = 0.0
-    """These three are not used any more (see `history`). They are removed with the next protocol
-    version."""
+    """Likewise."""
     history: LossHistory = field(default_factory=LossHistory)
     """Losses and seconds of membership, for the expected time to the next loss."""
     pauses: tuple[float, ...] = ()

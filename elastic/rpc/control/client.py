@@ -121,7 +121,9 @@ class CoordinatorSession:
         addresses = addresses_of(address)
         self._secure, self._version = secure or tls.current(), version
         self._on_refused, self._nodes = on_refused, nodes
-        self._connect_s = max(CONNECT_TIMEOUT_S, together_s(nodes))
+        # Without TLS a longer attempt only delays the next one, after a cut of the network.
+        takes_turns = self._secure.certificates is not None
+        self._connect_s = max(CONNECT_TIMEOUT_S, together_s(nodes) if takes_turns else 0.0)
         self._peer = ProtocolVersion()
         """Version of the coordinator that is followed."""
         self._refusals: dict[str, str] = {}

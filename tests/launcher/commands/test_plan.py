@@ -15,25 +15,15 @@ from elastic.launcher.cli import main
 from elastic.planning.cost.profile import format_profile
 from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.plan.plan import parse_plan, validate_plan
+from tests.launcher.cases.scripts import CLUSTER
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "examples" / "clusters"
-SMALL = """
-[model]
-name = "gpt3-medium"
-microbatches = 8
-microbatch_size = 2
-[[nodes]]
-count = 3
-device = "A40"
-[links]
-link = { bandwidth = "25Gbit" }
-"""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a small cluster file, as the working directory."""
-    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "small.toml").write_text(CLUSTER)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -119,7 +109,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     err = refused(capsys, "small.toml", "--shape", shape)
     assert err.startswith(f"elastic plan: --shape: '{shape}' is not usable: 3 nodes, 26 layers")
     assert nearest in err and len(err.splitlines()) == 1
-    (place / "small.toml").write_text(SMALL.replace("[[nodes]]", f'shape = "{shape}"\n[[nodes]]'))
+    (place / "small.toml").write_text(CLUSTER.replace("[[nodes]]", f'shape = "{shape}"\n[[nodes]]'))
     assert f"model.shape: '{shape}'" in refused(capsys, "small.toml")
 
 
@@ -166,7 +156,7 @@ def test_a_plan_without_enough_memory_is_reported(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "small.toml").write_text(
-        SMALL.replace('device = "A40"', 'device = "A40"\nmemory = "8GiB"')
+        CLUSTER.replace('device = "A40"', 'device = "A40"\nmemory = "8GiB"')
     )
     plan = "plan epoch=1 layers=26 microbatches=8 tp=1 backup=none+none\n"
     (place / "one.plan").write_text(plan + "pipeline 0 microbatches=0-7: node1[0:26]\n")
@@ -180,7 +170,7 @@ def test_a_measured_profile_lies_beside_the_cluster_file(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "there").mkdir()
-    text = SMALL.replace('name = "gpt3-medium"', 'profile = "mine.json"').replace(
+    text = CLUSTER.replace('name = "gpt3-medium"', 'profile = "mine.json"').replace(
         "microbatch_size = 2", ""
     )
     (place / "there" / "cluster").write_text(text)
