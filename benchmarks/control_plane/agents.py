@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import random
@@ -31,6 +32,7 @@ import grpc
 
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.timeouts import SILENCE_S, budget
 from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.open_files import raise_limit
 from elastic.rpc.control.channel_options import CONNECT_TIMEOUT_S, client_options, retry_max_s
@@ -101,18 +103,15 @@ class Agent:
         vault = f"127.0.0.1:{self.port.getsockname()[1]}"
         self.state = core.NodeState(NodeInfo(name, f"{name}-1", vault, memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
-        self._heard, self._written_at = False, 0.0
+        self._written_at = 0.0
         self._told, self._heartbeat = (-1, -1), Envelope(0, 0, "", b"")
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
-        """Connect until the coordinator answers: of hundreds of connections at once some fail."""
-        while not self._heard:
-            try:
+        """Connect, again after each loss of the connection, until the coordinator lets go."""
+        while self.name in self.crowd.agents:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._speak()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                if self._heard:
-                    self.crowd.failed(f"{self.name}: {error}")
             await asyncio.sleep(random.uniform(0.5, 1.0) * self.crowd.retry_s)
 
     async def _speak(self) -> None:
@@ -132,7 +131,6 @@ class Agent:
             beats = asyncio.create_task(self._beat())
             try:
                 async for data in self._call:
-                    self._heard = True
                     await self._hear(from_wire(data))
             finally:
                 beats.cancel()
@@ -217,7 +215,9 @@ class SimulatedAgents:
     def __init__(self, address: str, spec: JobSpec, heartbeat_s: float, nodes: int) -> None:
         self.address, self.spec, self.heartbeat_s = address, spec, heartbeat_s
         connect_s = max(CONNECT_TIMEOUT_S, together_s(nodes))
-        self.options, self.retry_s = client_options(30.0, connect_s, nodes), retry_max_s(nodes)
+        keepalive_s = budget(SILENCE_S).keepalive_s
+        self.options = client_options(keepalive_s, connect_s, nodes)
+        self.retry_s = retry_max_s(nodes)
         self.agents: dict[str, Agent] = {}
         self._places: Places | None = None
         self.turn = asyncio.Lock()
