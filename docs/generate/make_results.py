@@ -189,9 +189,16 @@ the fixed costs of the engine, which the prediction uses.""",
         context="""\
 One coordinator, pinned to one core, with 100 to 2,000 simulated agents on the other core and a
 model of 96 layers. The targets apply to the column of 2,000 agents. The halt is the coordinator's
-decision to stop all nodes after a loss. Silence begins with the last message of the lost agent.
+decision to stop all nodes after a loss. Silence begins with the last message of the lost agent. In
+the second table, all messages use mutual TLS, and the state is in three etcd servers.
 Ticks are the periodic checks of the coordinator.""",
-        pivots=(("agents", "(?P<column>[0-9]+) agents: (?P<row>.*)"),),
+        pivots=(
+            ("agents", "(?P<column>[0-9]+) agents: (?P<row>.*)"),
+            (
+                "agents, mutual TLS and etcd",
+                "(?P<column>[0-9]+) agents, mutual TLS and etcd: (?P<row>.*)",
+            ),
+        ),
         units=(("share of a core", "core"), ("told", "agents"), ("CPU an agent", "x")),
         shorten=(
             ("share of a core", "CPU"),
