@@ -266,9 +266,9 @@ class EpochSession:
         return installed
 
     def _open_links(self) -> Links:
-        """Connect to the other workers of the epoch."""
+        """Connect to the workers of this pipeline, and begin to connect to all."""
         context, settings, members = self._context, self._context.settings, self._roster.members
-        node = settings.node
+        node, own = settings.node, members[self._rank].pipeline
         return Links.open(
             epoch=self._order.epoch,
             rank=self._rank,
@@ -284,6 +284,7 @@ class EpochSession:
                 *self._roster.pairs(),
                 *tied_pairs(self._roster, context.job.stack.tied_trained),
             ),
+            pipeline=[rank for rank, member in enumerate(members) if member.pipeline == own],
             shaper=shaper_of(Path(settings.memory_dir) / node, settings.link),
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
             varying=context.job.stack.varying,

@@ -8,8 +8,9 @@ stages, and meet the other workers at the reduction and the commit.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,12 @@ from elastic.worker.engine.step import StepResult
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.values import Message
-from elastic.worker.transport.cancellation import AbandonSignal, LinkFailed
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.device_fault import crash_on_node_fault
 from tests.simulation.model import ModelReplica, whole_gradient
 from tests.simulation.network import Endpoint
 from tests.simulation.oracles import Reported
-from tests.simulation.scheduler import Process
+from tests.simulation.scheduler import Process, Task
 
 
 def main(world: Any, process: Process, env: dict[str, str]) -> int:
@@ -127,7 +128,9 @@ class Context:
 
 
 class ModelLinks:
-    """Connections of a worker to all others of an epoch, over simulated connections."""
+    """Connections of a worker to all others of an epoch, over simulated connections.
+
+    `open` returns when the workers of the pipeline are connected; a task connects all."""
 
     device = torch.device("cpu")
 
@@ -139,12 +142,13 @@ class ModelLinks:
         self.max_unreceived = 0
         self.ends: dict[int, Endpoint] = {}
         self.closed = False
-        self._task = world.scheduler.current
-        self._pauses = False
+        self._all_open = False
+        self._error: LinkFailed | None = None
+        self._pausing: list[Task] = []
 
     @classmethod
     def open(cls, world: Any, **given: Any) -> ModelLinks:
-        """Meet all workers of the epoch, then connect to them."""
+        """Meet the workers of the pipeline and connect to them, then all workers of the epoch."""
         scheduler = world.scheduler
         process = scheduler.current.process
         links = cls(
@@ -156,49 +160,72 @@ class ModelLinks:
         present[links.rank] = links
         for other in list(present.values()):
             other.wake()
-        links._wait(lambda: len(present) == links.size)
-        links._connect(present, given["open_s"])
+        links._meet(present, given["pipeline"], given["open_s"])
+        scheduler.spawn(process, "open-all", lambda: links._open_all(present, given["open_s"]))
         return links
 
-    def _connect(self, present: dict[int, ModelLinks], open_s: float) -> None:
-        """The lower rank of two connects."""
+    def _open_all(self, present: dict[int, ModelLinks], open_s: float) -> None:
+        with contextlib.suppress(EpochAbandoned):
+            try:
+                self._meet(present, range(self.size), open_s)
+                self._all_open = True
+            except LinkFailed as error:
+                if not self.closed:
+                    self._error = error
+                    self.close()
+            self.wake()
+
+    def _meet(self, present: dict[int, ModelLinks], ranks: Collection[int], open_s: float) -> None:
+        """Wait until the ranks are there, and connect. The lower rank of two connects."""
+        self._wait(lambda: present.keys() >= {*ranks})
         scheduler, network = self.world.scheduler, self.world.network
         end = scheduler.now + open_s
-        while len(self.ends) < self.size - 1:
+        while missing := {*ranks} - self.ends.keys() - {self.rank}:
             self.abandon.check()
-            if scheduler.now > end:
-                missing = tuple(r for r in range(self.size) if r not in (*self.ends, self.rank))
-                raise LinkFailed(missing, f"no connection within {open_s:g} s")
-            for rank in range(self.rank + 1, self.size):
+            if scheduler.now > end or self.closed:
+                raise LinkFailed(tuple(sorted(missing)), f"no connection within {open_s:g} s")
+            for rank in sorted(missing):
                 other = present[rank]
                 a, b = self.process.host, other.process.host
                 well = a.up and b.up and not (network.lost(a, b) or network.lost(b, a))
-                if rank not in self.ends and well and other.process.alive and not other.closed:
+                if rank > self.rank and well and other.process.alive and not other.closed:
                     mine, theirs = Endpoint(a, self.process), Endpoint(b, other.process)
                     mine.other, theirs.other = theirs, mine
                     mine.on_arrival, theirs.on_arrival = self.wake, other.wake
                     self.ends[rank], other.ends[self.rank] = mine, theirs
                     other.wake()
-            if len(self.ends) < self.size - 1:
+            if {*ranks} - self.ends.keys() - {self.rank}:
                 self._pause(0.1)
 
+    def check(self) -> None:
+        """Raise LinkFailed if the workers could not connect."""
+        if self._error is not None:
+            self.abandon.check()
+            raise self._error
+
     def wake(self) -> None:
-        if self._task is not None and self._pauses:
-            self.world.scheduler.wake(self._task)
+        for task in self._pausing:
+            self.world.scheduler.wake(task)
 
     def _pause(self, seconds: float | None) -> None:
         """Wait for `wake`, which leaves other waits of this thread alone."""
-        self._pauses = True
+        task = self.world.scheduler.current
+        self._pausing.append(task)
         self.world.scheduler.pause(seconds)
-        self._pauses = False
+        self._pausing.remove(task)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
+        """Raises EpochAbandoned, and LinkFailed if the links failed or were closed."""
         while not condition():
             self.abandon.check()
+            self.check()
+            if self.closed:
+                raise LinkFailed((), "the links were closed")
             self._pause(None)
 
     def all_gather(self, tag: tuple[str, int], value: Any, nbytes: int) -> dict[int, Any]:
         """Return the value of each rank. Raises LinkFailed and EpochAbandoned."""
+        self._wait(lambda: self._all_open)
         for end in self.ends.values():
             end.transmit((tag, value), nbytes)
         found = {self.rank: value}
@@ -214,6 +241,7 @@ class ModelLinks:
     def close(self) -> None:
         self.closed = True
         self.abandon.unsubscribe(self.wake)
+        self.wake()
         for end in self.ends.values():
             end.on_arrival = None
             end.close()
@@ -287,6 +315,7 @@ class ModelSteps:
         self._position.update("compute", self.step, index)
         self.runner.started.add(index)
         world.scheduler.sleep(world.microbatch_s * world.scheduler.uniform(0.5, 1.5))
+        self._links.check()
         local = self._links.process.local
         # The CPU time of an epoch's first step counts as progress, for ten minutes.
         while "spins" in local and local.get("epoch") == self._links.epoch:

@@ -34,7 +34,12 @@ from elastic.core.job.epoch_change import (
     without_joining,
 )
 from elastic.core.job.goodput import evaluation_entries, nonfinite_entries
-from elastic.core.job.join_policy import plan_if_feasible, record_pause, without_member
+from elastic.core.job.join_policy import (
+    mean_resumption,
+    plan_if_feasible,
+    record_pause,
+    without_member,
+)
 from elastic.core.job.membership import end_job, launch_nodes
 from elastic.core.job.quarantine import SUSPECTED
 from elastic.core.job.reachability import path_cause, review_paths
@@ -555,7 +560,7 @@ def _complete_change(state: JobState) -> JobTransition | None:
         resumed_at=min(resumed),
         since=state.recovered_at,
     )
-    state = record_pause(state, state.change, min(resumed))
+    state = record_pause(state, state.change, mean_resumption(state, state.plan, state.change))
     return state.of(change=None, recovered_at=min(resumed)), (action,), "training goes on"
 
 

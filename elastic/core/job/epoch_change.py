@@ -29,7 +29,7 @@ from math import inf
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import absent_nodes, checkpoints, join_policy, quarantine, reachability
 from elastic.core.job.goodput import evaluation_entries, nonfinite_entries, step_entry
-from elastic.core.job.measured_conditions import backup_conditions
+from elastic.core.job.measured_conditions import backup_conditions, fetch_time
 from elastic.core.job.membership import end_job
 from elastic.core.job.reachability import CopyPlace
 from elastic.core.job.state import (
@@ -377,6 +377,7 @@ def _solve(
         checkpoint=state.checkpoint,
         initial_allowed=state.newest_step < 0,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
+        fetch_s=fetch_time(state),
     )
     assignment = solve(plan=plan, inventory=inventory, records=_records(state))
     reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.suspects))

@@ -63,8 +63,27 @@ def measured_profile(state: JobState) -> Profile:
         profile = replace(profile, copy_bytes_per_s=copying)
     if slowed:
         profile = replace(profile, contention=max(0.0, 1 - 1 / slowed))
-    units = [unit for node in state.members if (unit := speed_of(state, node).unit)]
+    units = _units(state)
     return _scaled(profile, median(units)) if state.policy.profile is None and units else profile
+
+
+def fetch_time(state: JobState) -> float:
+    """Return the time to fetch a byte from another node, measured like `LayerSpec.forward_s`.
+
+    0: the rate of the links or the speed of the nodes is unknown.
+    """
+    assert state.spec is not None
+    if state.policy.profile is None and not _units(state):
+        return 0.0
+    profile = measured_profile(state)
+    seconds = sum(t.forward_s + t.backward_s for t in profile.devices[0].layers)
+    relative = sum(layer.forward_s + layer.backward_s for layer in state.spec.layers)
+    return profile.link.s_per_byte * relative / seconds if seconds > 0 else 0.0
+
+
+def _units(state: JobState) -> list[float]:
+    """Return the seconds per unit of `LayerSpec.forward_s` of the nodes where they are known."""
+    return [unit for node in state.members if (unit := speed_of(state, node).unit)]
 
 
 def _scaled(profile: Profile, unit: float) -> Profile:

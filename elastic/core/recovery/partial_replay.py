@@ -81,13 +81,17 @@ def assign_runs(
     step: int,
     runs: Iterable[tuple[int, LayerRange]],
     layers: Sequence[LayerSpec],
+    begins: Sequence[float],
 ) -> tuple[tuple[PartialRun, ...], tuple[float, ...]]:
     """Assign every run to a pipeline so that the busiest unit finishes earliest.
 
-    Returns the runs, and for each pipeline the time that its busiest unit needs for its runs,
-    measured like `LayerSpec.forward_s`.
+    `begins`: time at which each pipeline can begin, measured like `LayerSpec.forward_s`. Returns
+    the runs, and for each pipeline the time at which its busiest unit has finished its runs.
     """
-    busy = [dict.fromkeys((st.unit for st in p.stages), 0.0) for p in plan.pipelines]
+    busy = [
+        dict.fromkeys((stage.unit for stage in pipeline.stages), begin)
+        for pipeline, begin in zip(plan.pipelines, begins, strict=True)
+    ]
     assigned: list[PartialRun] = []
     for microbatch, span in runs:
         after = [_with_run(busy[p], pl, span, layers) for p, pl in enumerate(plan.pipelines)]

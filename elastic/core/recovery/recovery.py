@@ -76,6 +76,7 @@ def solve(
     checkpoint: tuple[str, int] | None,
     initial_allowed: bool,
     live: Mapping[str, int],
+    fetch_s: float = 0.0,
 ) -> Assignment:
     """Return the assignment with which all workers enter the epoch of `plan`.
 
@@ -87,6 +88,8 @@ def solve(
         initial_allowed: whether layers may be initialised, because no update was committed. Ignored
             if a copy, a record or a worker shows a later version.
         live: version that the workers of each node hold, to count the steps that a fall-back loses.
+        fetch_s: time to fetch a byte from another node, measured like `LayerSpec.forward_s`; 0: it
+            is unknown. A pipeline that fetches its state gets fewer micro-batches.
 
     Raises:
         Unrecoverable: names the layers and the copies that they lack.
@@ -106,8 +109,9 @@ def solve(
         why = explain_unreachable(solver, newest)
         raise Unrecoverable(f"{why}; there is no durable checkpoint to fall back to")
     sums, covered = solver.gradients(version)
-    todo, runs = _distribute_work(solver, spec, version, covered)
     recipes = _recipes(solver, version, sums)
+    begins = [fetch_s * nbytes for nbytes in _bytes_before_work(plan, recipes)]
+    todo, runs = _distribute_work(solver, spec, version, covered, begins)
     if any(recipe.checkpoint for _, recipe in recipes):
         why = (
             f"fell back to the checkpoint of step {version}: "
@@ -154,13 +158,39 @@ def _tied_layers(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
     return {layer: group - {layer} for layer, group in groups.items()}
 
 
+def _bytes_before_work(plan: Plan, recipes: Sequence[tuple[str, Recipe]]) -> list[int]:
+    """Return for each pipeline the bytes that pass the slowest link before it can work: what one of
+    its nodes fetches, or what a sender of that node sends to all nodes."""
+    fetched: dict[str, int] = {}
+    sent: dict[str, int] = {}
+    senders: dict[str, set[str]] = {}
+    for node, recipe in recipes:
+        for copy in copies_of(recipe):
+            if copy.node != node:
+                fetched[node] = fetched.get(node, 0) + copy.nbytes
+                sent[copy.node] = sent.get(copy.node, 0) + copy.nbytes
+                senders.setdefault(node, set()).add(copy.node)
+    slowest = {
+        node: max(nbytes, *(sent[sender] for sender in senders[node]))
+        for node, nbytes in fetched.items()
+    }
+    return [
+        max(slowest.get(stage.unit.node, 0) for stage in pipeline.stages)
+        for pipeline in plan.pipelines
+    ]
+
+
 def _distribute_work(
-    solver: Solver, spec: JobSpec, version: int, covered: Sequence[int]
+    solver: Solver,
+    spec: JobSpec,
+    version: int,
+    covered: Sequence[int],
+    begins: Sequence[float],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[PartialRun, ...]]:
     """Distribute the micro-batches that some layer lacks over the pipelines.
 
-    Returns (per pipeline the micro-batches that run through all layers, partial runs). Both are
-    empty after the last step.
+    `begins`: time at which each pipeline can begin. Returns (per pipeline the micro-batches that
+    run through all layers, partial runs). Both are empty after the last step.
     """
     plan = solver.plan
     if version >= spec.n_steps:
@@ -168,9 +198,12 @@ def _distribute_work(
     complete = reduce(and_, covered, solver.full)
     left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
     some, left = partial.split_runs(plan, solver.index, version, covered, left)
-    if len(left) == plan.n_microbatches:
-        return tuple(pipeline.microbatches for pipeline in plan.pipelines), ()
-    runs, busy_until = partial.assign_runs(plan, solver.index, version, some, spec.layers)
+    slowest = [_slowest(pipeline, spec.layers) for pipeline in plan.pipelines]
+    if max(begins) - min(begins) < min(slowest):  # less than a micro-batch
+        begins = [0.0] * len(begins)
+        if len(left) == plan.n_microbatches:
+            return tuple(pipeline.microbatches for pipeline in plan.pipelines), ()
+    runs, busy_until = partial.assign_runs(plan, solver.index, version, some, spec.layers, begins)
     costs = [
         _finish_time(pipeline, spec.layers, start)
         for pipeline, start in zip(plan.pipelines, busy_until, strict=True)
@@ -183,13 +216,17 @@ def _finish_time(pipeline: Pipeline, layers: Sequence[LayerSpec], start: float) 
 
     The pipeline is free at time `start`. Times are measured like `LayerSpec.forward_s`.
     """
-    units = units_of(pipeline)
-    busy = dict.fromkeys(units, 0.0)
-    for stage in pipeline.stages:
-        busy[stage.unit] += sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
-    slowest = max(busy.values()) or 1.0
+    units, slowest = units_of(pipeline), _slowest(pipeline, layers)
     fill = (len(units) - 1) * len(units) / len(pipeline.stages)
     return lambda microbatches: start + (microbatches + fill) * slowest if microbatches else start
+
+
+def _slowest(pipeline: Pipeline, layers: Sequence[LayerSpec]) -> float:
+    """Return the time of a micro-batch on the slowest unit; 1 if times are unknown."""
+    busy = dict.fromkeys(units_of(pipeline), 0.0)
+    for stage in pipeline.stages:
+        busy[stage.unit] += sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
+    return max(busy.values()) or 1.0
 
 
 # ---- summary of a recovery ----

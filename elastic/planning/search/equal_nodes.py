@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 
 import numpy as np
 
 from elastic.planning.cost.cost_model import CostModel, Ints
-from elastic.planning.cost.predict import MAX_SIMULATED_ACTIONS
 from elastic.planning.schedule.microbatch_split import allot
 from elastic.planning.search.columns import MANY_PIPELINES
 from elastic.planning.search.evaluate import (
@@ -32,6 +32,10 @@ from elastic.planning.search.problem import PipelineShape, Problem, Solution
 
 MAX_SOLUTIONS = 3
 """Maximum number of plans that are returned."""
+ALL_DEPTHS, NEXT_DEPTH = 24, 1.12
+"""Up to 24 nodes, pipelines of each number of nodes are tried; then each is longer by an eighth."""
+MAX_ACTIONS = 3000
+"""Maximum micro-batches times stages of a pipeline whose time is simulated here: a depth of 31."""
 PRECISION = 1e-4
 """Relative precision of the least time in which all micro-batches are done."""
 
@@ -61,8 +65,8 @@ def solutions(problem: Problem) -> list[Solution]:
     lines = [
         line
         for schedule in problem.schedules
-        for depth in range(1, min(nodes * units, problem.model.n_layers) + 1)
-        if depth % units == 0 or depth == problem.model.n_layers
+        for depth in _depths(problem.model.n_layers, units)
+        if depth <= nodes * units
         for line in simulated_lines(problem.model, schedule, depth, units, problem.microbatches)
     ]
     if not lines:
@@ -70,6 +74,15 @@ def solutions(problem: Problem) -> list[Solution]:
     found = dict.fromkeys([_equal_depths(problem, lines), *_mixed_depths(problem, lines)])
     best = sorted((_allotted(problem, chosen) for chosen in found), key=lambda one: one.seconds)
     return [_with_fastest_cuts(problem, lines, one) for one in best[:MAX_SOLUTIONS]]
+
+
+def _depths(n_layers: int, units: int) -> list[int]:
+    """Return the depths that are tried: all up to ALL_DEPTHS nodes, then some. They do not depend
+    on the number of nodes, so those of fewer nodes are always among them."""
+    found = [nodes * units for nodes in range(1, ALL_DEPTHS + 1)]
+    while found[-1] < n_layers:
+        found.append(ceil(found[-1] / units * NEXT_DEPTH) * units)
+    return [depth for depth in found if depth < n_layers] + [n_layers]
 
 
 @lru_cache(maxsize=2048)
@@ -82,7 +95,7 @@ def simulated_lines(
     """
     most = min(3 * depth, max(2, microbatches))
     few = min(2 * depth, most - 1)
-    seconds = simulated_seconds if depth * most <= MAX_SIMULATED_ACTIONS else shape_seconds
+    seconds = simulated_seconds if depth * most <= MAX_ACTIONS else shape_seconds
     found = {}
     for messages in (True, False):
         cut = cut_uniform(model, schedule, depth, units, depth, messages=messages)

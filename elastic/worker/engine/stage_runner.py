@@ -246,6 +246,7 @@ class StageRunner:
         stage, m = self._stages[action.stage], action.microbatch
         if action.kind.computes:
             self.agreement.check()
+            self._links.check()
         match action.kind:
             case Kind.F:
                 self._forward(stage, step, action)

@@ -79,17 +79,21 @@ def _wait_in_order(operations: SimpleQueue[_GlooOperation | None]) -> None:
 
 
 class GlooTransport:
-    """Moves CPU tensors. The constructor blocks until all ranks have connected.
+    """Moves CPU tensors. The constructor blocks until the ranks of the mesh have connected.
 
-    One thread uses the transport; any thread may close it.
+    One thread uses the transport; another one may open groups, and any thread may close it.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, host: str) -> None:
-        self._store, self._rank, self._host = store, rank, host
+    def __init__(
+        self, store: Store, rank: int, mesh: tuple[int, ...], timeout_s: float, host: str
+    ) -> None:
+        """`mesh`: the ranks that exchange messages, ascending, with this rank."""
+        self.store, self._rank, self._host = store, rank, host
         self._timeout = timedelta(seconds=timeout_s)
-        self._mesh = self._open("mesh", rank, size)
-        self._peers = [r for r in range(size) if r != rank]
-        self._groups: dict[tuple[int, ...], BackendGroup] = {tuple(range(size)): self._mesh}
+        self._place = {peer: place for place, peer in enumerate(mesh)}
+        """Rank -> rank within the mesh."""
+        self._mesh = self._open(mesh)
+        self._groups: dict[tuple[int, ...], BackendGroup] = {mesh: self._mesh}
         self._lock, self._closed = threading.Lock(), False
         self._collectives: list[_GlooOperation] = []
         self._waited: SimpleQueue[_GlooOperation | None] = SimpleQueue()
@@ -97,18 +101,21 @@ class GlooTransport:
         self._waiting: _GlooOperation | None = None
         weakref.finalize(self, self._waited.put, None)
 
-    def _open(self, name: str, rank: int, size: int) -> BackendGroup:
+    def _open(self, ranks: tuple[int, ...]) -> BackendGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-        store = PrefixStore(name, self._store)
-        return cast(BackendGroup, ProcessGroupGloo(store, rank, size, options))
+        store = PrefixStore("set-" + "-".join(map(str, ranks)), self.store)
+        place, size = ranks.index(self._rank), len(ranks)
+        return cast(BackendGroup, ProcessGroupGloo(store, place, size, options))
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> _GlooOperation:
-        return _GlooOperation(self._mesh.send([tensor], dst, tag), self._mesh, (dst,))
+        place = self._place[dst]
+        return _GlooOperation(self._mesh.send([tensor], place, tag), self._mesh, (place,))
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> _GlooOperation:
-        return _GlooOperation(self._mesh.recv([tensor], src, tag), self._mesh, (src,))
+        place = self._place[src]
+        return _GlooOperation(self._mesh.recv([tensor], place, tag), self._mesh, (place,))
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> _GlooOperation:
         return self.collective(lambda group: group.allreduce([tensor]), ranks)
@@ -134,8 +141,7 @@ class GlooTransport:
 
     def open_group(self, ranks: tuple[int, ...]) -> None:
         if ranks not in self._groups:
-            name = "set-" + "-".join(map(str, ranks))
-            group = self._open(name, ranks.index(self._rank), len(ranks))
+            group = self._open(ranks)
             self._groups[ranks] = group
             if self._closed:
                 _poison(group, ranks.index(self._rank), len(ranks))
@@ -174,13 +180,15 @@ class GlooTransport:
 
     def disconnected(self) -> tuple[int, ...]:
         """Return the ranks whose connection to this rank has ended."""
-        ended = []
-        for peer in self._peers:
-            try:
-                _probe(self._mesh, peer)
-            except RuntimeError:
-                ended.append(peer)
-        return tuple(ended)
+        ended = set[int]()
+        for ranks, group in list(self._groups.items()):
+            for place, peer in enumerate(ranks):
+                if peer != self._rank and peer not in ended:
+                    try:
+                        _probe(group, place)
+                    except RuntimeError:
+                        ended.add(peer)
+        return tuple(sorted(ended))
 
     def close(self) -> None:
         """Make all operations raise RuntimeError; see `Transport.close`.

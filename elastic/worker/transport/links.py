@@ -1,7 +1,11 @@
 """Communication of one rank in one epoch.
 
-`Links` offers messages between two ranks, all-reduce and all-gather over the holders of a layer,
-and a small gather over all ranks.
+`Links` offers messages between the ranks of a pipeline, all-reduce and all-gather over the holders
+of a layer, and a small gather over all ranks.
+
+`open` returns when the ranks of the pipeline are connected, so a pipeline trains while others still
+load their layers. Meanwhile a thread connects all ranks, and collectives wait for it
+(docs/decisions/054-a-pipeline-trains-alone.md). On GPUs `open` connects all ranks.
 
 Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochAbandoned) and when
 a peer disconnects (LinkFailed). After either error the links stay closed; the next epoch opens new
@@ -15,6 +19,7 @@ messages of a peer, over all flows, are received in the order of sending.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,6 +47,8 @@ from elastic.worker.transport.host_memory import HostMemoryTransport, device_is_
 from elastic.worker.transport.interface import Operation, Transport
 from elastic.worker.transport.nccl import NcclTransport, await_aborts
 from elastic.worker.transport.rendezvous import (
+    ALL,
+    NEAR,
     agree_on_failed_ranks,
     await_ranks,
     connect_store,
@@ -102,6 +109,7 @@ class Links:
         self.device, self.abandon, self._open_s = device, abandon, open_s
         self._varying = varying
         self._store: PrefixStore | None = None
+        self._timeout_s = 0.0
         self._flows: dict[tuple[int, int], _IncomingHeader] = {}
         """(rank, tag) -> header of the flow that this rank receives; empty with `varying`."""
         self._unposted: dict[int, deque[Receive]] = defaultdict(deque)
@@ -111,8 +119,9 @@ class Links:
         self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
         self.max_unreceived = MAX_UNRECEIVED
         """Maximum number of messages in flight from this rank; further sends wait."""
-        self._groups_opened = threading.Event()
-        self._group_errors: list[RuntimeError] = []
+        self._all_open = threading.Event()
+        """Set when all ranks are connected, or cannot be (`_open_error`)."""
+        self._open_error: RuntimeError | LinkFailed | None = None
 
     @classmethod
     def open(
@@ -128,12 +137,13 @@ class Links:
         host: str = "127.0.0.1",
         holder_sets: Sequence[tuple[int, ...]] = (),
         pairs: Sequence[tuple[int, int]] = (),
+        pipeline: Collection[int] | None = None,
         shaper: LinkShaper | None = None,
         remote: Collection[int] = (),
         open_s: float | None = None,
         varying: bool = False,
     ) -> Links:
-        """Connect to all other ranks of `epoch`.
+        """Connect to the ranks of this rank's pipeline in `epoch`, and begin to connect to all.
 
         Args:
             store_address: "host:port" of the store that the plan names.
@@ -141,6 +151,8 @@ class Links:
             host: address of this node that the other ranks can reach.
             holder_sets: all groups of ranks that will ever reduce together; equal on all ranks.
             pairs: all (sender, receiver) that will ever communicate; equal on all ranks.
+            pipeline: ranks that exchange messages, with this one; equal on all of these ranks.
+                None: all ranks.
             shaper: delays CPU tensors to the ranks in `remote`; None: no delay.
             open_s: limit for reaching the store, and for connecting once all ranks are there;
                 None: `timeout_s`.
@@ -150,50 +162,68 @@ class Links:
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
             LinkFailed: the store or a rank could not be reached; with the ranks that are missing.
+                If that is a rank of another pipeline, `check` raises it, or the next operation.
             RuntimeError: this rank's own node is at fault.
         """
         within_s = timeout_s if open_s is None else open_s + world_size * OPEN_RANK_S
         links = cls(epoch, rank, world_size, device, abandon, within_s, varying)
-        name, close = f"open-epoch{epoch}", GlooTransport.close
+        links._timeout_s = timeout_s
         if device.type == "cuda":
-            run_abandonable(await_aborts, abandon, name)
+            run_abandonable(await_aborts, abandon, links._name)
         if world_size == 1:
-            links._groups_opened.set()
+            links._all_open.set()
             return links
+        on_host = device.type != "cuda"
+        everybody = tuple(range(world_size))
+        near = tuple(sorted(pipeline)) if pipeline is not None and on_host else everybody
 
         def meet() -> PrefixStore:
-            links._store = store = connect_store(store_address, epoch, within_s)
-            await_ranks(store, rank, world_size, timeout_s)
-            return store
+            links._store = connect_store(store_address, epoch, within_s)
+            return links._store
 
         def connect() -> GlooTransport:
-            return GlooTransport(store, rank, world_size, timeout_s, host)
+            # A client of the store serves one thread at a time; `_store` is for failed ranks.
+            client = store.clone()  # type: ignore[attr-defined]
+            return GlooTransport(client, rank, near, timeout_s, host)
 
         def connect_data() -> tuple[GlooTransport, Transport]:
-            on_host = ShapedTransport(control, shaper, remote) if shaper else control
-            args = (on_host, control, store, timeout_s, pairs, holder_sets)
+            shaped = ShapedTransport(control, shaper, remote) if shaper else control
+            args = (shaped, control, store, timeout_s, pairs, holder_sets)
             return control, links._connect_devices(*args)
 
         try:
+            store = run_abandonable(meet, abandon, links._name, within_s=within_s)
             # Some ranks load longer than others, so the short limit begins when all are there.
-            store = run_abandonable(meet, abandon, name)
-            control = run_abandonable(connect, abandon, name, close, within_s=within_s)
-            opened = run_abandonable(connect_data, abandon, name, _close_all)
+            links._run(partial(await_ranks, store, rank, near, timeout_s, abandon))
+            close = GlooTransport.close
+            control = run_abandonable(connect, abandon, links._name, close, within_s=within_s)
+            opened = run_abandonable(connect_data, abandon, links._name, _close_all)
             with _closed_on_error(opened):
-                tell = partial(tell_connected, store, rank)
-                run_abandonable(tell, abandon, name, within_s=within_s)
+                links._run(partial(tell_connected, store, rank, NEAR), within_s)
         except RuntimeError as error:
-            if is_local_fault(error) and not abandon.is_set():
-                raise
-            missing = missing_ranks(links._store, rank, world_size, abandon)
-            abandon.check()
-            raise LinkFailed(missing, f"epoch {epoch} could not be opened: {error}") from error
+            raise links._not_open(error, near, NEAR) from error
         links.control, links.data = opened
         abandon.subscribe(links.close)
-        # All ranks open their groups in this order, so no two ranks wait for each other.
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
-        threads.start(f"sets-epoch{epoch}", partial(links._open_groups, groups))
+        threads.start(f"open-all-{epoch}", partial(links._open_all, near, everybody, groups))
         return links
+
+    @property
+    def _name(self) -> str:
+        return f"open-epoch{self.epoch}"
+
+    def _run(self, work: Callable[[], None], within_s: float | None = None) -> None:
+        run_abandonable(work, self.abandon, self._name, within_s=within_s)
+
+    def _not_open(
+        self, error: RuntimeError, ranks: tuple[int, ...], circle: str
+    ) -> RuntimeError | LinkFailed:
+        """Return the cause why `ranks` could not connect. Raises EpochAbandoned."""
+        if is_local_fault(error) and not self.abandon.is_set():
+            return error
+        missing = missing_ranks(self._store, self.rank, ranks, circle, self.abandon)
+        self.abandon.check()
+        return LinkFailed(missing, f"epoch {self.epoch} could not be opened: {error}")
 
     def _connect_devices(
         self,
@@ -228,14 +258,41 @@ class Links:
             control.close()
             raise
 
-    def _open_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Open the groups while the first micro-batches run; collectives wait for this."""
+    def _open_all(
+        self, near: tuple[int, ...], everybody: tuple[int, ...], groups: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Connect to all ranks, and open the groups, while the first micro-batches run.
+
+        If that fails, the epoch cannot end well, so the links of the pipeline are closed, too.
+        """
+        assert self._store is not None
         try:
+            if near != everybody:
+                store, limit_s = self.control.store, self._timeout_s
+                self._run(partial(await_ranks, store, self.rank, everybody, limit_s, self.abandon))
+                self._run(partial(self.control.open_group, everybody), self._open_s)
+                self._run(partial(tell_connected, store, self.rank, ALL), self._open_s)
+            # All ranks open their groups in this order, so no two ranks wait for each other.
             for ranks in groups:
-                self.data.open_group(ranks)
+                self._run(partial(self.data.open_group, ranks), self._open_s)
+        except EpochAbandoned:
+            pass
         except RuntimeError as error:
-            self._group_errors.append(error)
-        self._groups_opened.set()
+            with contextlib.suppress(EpochAbandoned):
+                self._open_error = self._not_open(error, everybody, ALL)
+                if isinstance(self._open_error, LinkFailed):
+                    found = self._open_error
+                    args = self._store, found.ranks, self.abandon
+                    ranks = agree_on_failed_ranks(*args, nobody=True)
+                    self._open_error = LinkFailed(ranks, found.detail)
+                self.close()
+        self._all_open.set()
+
+    def check(self) -> None:
+        """Raise the error because of which the ranks could not connect, if there is one."""
+        if self._open_error is not None:
+            self.abandon.check()
+            raise self._open_error
 
     @contextmanager
     def translate_errors(self, peer: int | None = None) -> Iterator[None]:
@@ -348,6 +405,7 @@ class Links:
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         all_ranks = tuple(range(self.world_size))
         with self.translate_errors():
+            self._await_all()
             self.control.wait(self.control.all_gather(outputs, tensor, all_ranks))
         return outputs
 
@@ -372,7 +430,7 @@ class Links:
 
     def _collective(self, begin: Callable[[], Operation]) -> PendingCollective:
         with self.translate_errors():
-            self._await_groups()
+            self._await_all()
             work = begin()
 
         def wait() -> None:
@@ -381,18 +439,14 @@ class Links:
 
         return PendingCollective(wait, lambda: bool(work.is_completed()))
 
-    def _await_groups(self) -> None:
-        """Wait for all groups to open. Raises EpochAbandoned; RuntimeError if a group failed or the
-        limit is over: all ranks open their groups when they are connected."""
-        if not self._groups_opened.is_set():
-            self.abandon.subscribe(self._groups_opened.set)
-            opened = self._groups_opened.wait(self._open_s)
-            self.abandon.unsubscribe(self._groups_opened.set)
+    def _await_all(self) -> None:
+        """Wait until all ranks are connected. Raises as `check` does, and EpochAbandoned."""
+        if not self._all_open.is_set():
+            self.abandon.subscribe(self._all_open.set)
+            self._all_open.wait()
+            self.abandon.unsubscribe(self._all_open.set)
             self.abandon.check()
-            if not opened:
-                raise RuntimeError(f"ranks that reduce together had no contact in {self._open_s} s")
-        if self._group_errors:
-            raise RuntimeError(str(self._group_errors[0]))
+        self.check()
 
     def _failure(self, peer: int | None, error: RuntimeError) -> Exception:
         """Return the cause of a transport's `error` as EpochAbandoned or LinkFailed.
@@ -401,6 +455,8 @@ class Links:
         """
         if self.abandon.is_set():
             return EpochAbandoned(self.abandon.reason)
+        if self._open_error is not None:
+            return self._open_error
         suspects = self.control.disconnected() or (() if peer is None else (peer,))
         ranks = agree_on_failed_ranks(self._store, suspects, self.abandon)
         self.close()

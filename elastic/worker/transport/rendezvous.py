@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Collection
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 
 from elastic.domain.errors import FieldError
 from elastic.worker.transport import threads
@@ -20,12 +23,15 @@ _AGREE_TIMEOUT_S = 0.2
 _MISSING_TIMEOUT_S = 1.0
 _HERE = "here-"
 """Beginning of the key of a rank that has loaded its layers."""
-_OPEN = "open-"
-"""Beginning of the key of a rank that is connected to all others."""
+NEAR, ALL = "near-", "open-"
+"""Beginning of the key of a rank that is connected to the others of its pipeline, or to all."""
+_AWAIT_S = 5.0
+"""Time after which a wait for other ranks asks whether the epoch is abandoned."""
 STORE_RANK = 0
 """Rank whose node hosts the epoch's store."""
 _FAILED_RANKS = "failed-ranks"
 """Key of the ranks that the first rank to notice a failure suspects."""
+_NOBODY = "-"
 
 
 def host_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
@@ -53,39 +59,57 @@ def connect_store(address: str, epoch: int, timeout_s: float) -> PrefixStore:
     return PrefixStore(f"epoch{epoch}", TCPStore(host, int(port), is_master=False, timeout=timeout))
 
 
-def await_ranks(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> None:
-    """Tell the other ranks of the epoch that `rank` is about to connect, and wait for all of them.
+def await_ranks(
+    store: Store,
+    rank: int,
+    ranks: Collection[int],
+    timeout_s: float,
+    abandon: AbandonSignal,
+) -> None:
+    """Tell the other ranks that `rank` is about to connect, and wait for all of `ranks`.
 
-    Raises RuntimeError after `timeout_s`, or if the store does not answer.
+    Raises EpochAbandoned, and RuntimeError after `timeout_s`, or if the store does not answer.
     """
     store.set(f"{_HERE}{rank}", "")
-    everybody = [f"{_HERE}{other}" for other in range(world_size)]
-    store.wait(everybody, timedelta(seconds=timeout_s))
+    keys = [f"{_HERE}{other}" for other in ranks]
+    end = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, end - time.monotonic())
+        try:
+            return store.wait(keys, timedelta(seconds=min(left_s, _AWAIT_S)))
+        except DistStoreError:
+            abandon.check()
+            if left_s <= _AWAIT_S:
+                raise
 
 
-def tell_connected(store: PrefixStore, rank: int) -> None:
-    """Tell the other ranks that `rank` is connected to all of them."""
-    store.set(f"{_OPEN}{rank}", "")
+def tell_connected(store: Store, rank: int, circle: str) -> None:
+    """Tell the other ranks that `rank` is connected to all ranks of the circle: NEAR or ALL."""
+    store.set(f"{circle}{rank}", "")
 
 
 def missing_ranks(
-    store: PrefixStore | None, rank: int, world_size: int, abandon: AbandonSignal
+    store: PrefixStore | None,
+    rank: int,
+    ranks: Collection[int],
+    circle: str,
+    abandon: AbandonSignal,
 ) -> tuple[int, ...]:
-    """Return the ranks because of which `rank` probably could not connect.
+    """Return those of `ranks` because of which `rank` probably could not connect.
 
     These are the ranks that have not come to the store; if all have, those that are not connected
-    to all others. () if no other rank is connected: then the cause is unknown. If the store gives
-    no answer for 1 s, the answers before count; without any, it is the store's host. `store`: None
-    if it could not be reached.
+    to all others of the `circle`. () if no other rank is connected: then the cause is unknown. If
+    the store gives no answer for 1 s, the answers before count; without any, it is the store's
+    host. `store`: None if it could not be reached.
     """
-    others = [other for other in range(world_size) if other != rank]
+    others = [other for other in ranks if other != rank]
     here: dict[int, bool] = {}
     connected: dict[int, bool] = {}
     answered, ended = threading.Event(), threading.Event()
 
     def ask(store: PrefixStore) -> None:
         try:
-            for key, answers in ((_HERE, here), (_OPEN, connected)):
+            for key, answers in ((_HERE, here), (circle, connected)):
                 for other in others:
                     answers[other] = store.check([f"{key}{other}"])
                     answered.set()
@@ -118,7 +142,11 @@ def _negative(answers: dict[int, bool]) -> tuple[int, ...]:
 
 
 def agree_on_failed_ranks(
-    store: PrefixStore | None, suspects: tuple[int, ...], abandon: AbandonSignal
+    store: PrefixStore | None,
+    suspects: tuple[int, ...],
+    abandon: AbandonSignal,
+    *,
+    nobody: bool = False,
 ) -> tuple[int, ...]:
     """Return the ranks whose connection broke first, as all ranks agree at the epoch's store.
 
@@ -129,14 +157,16 @@ def agree_on_failed_ranks(
         store: the connection that was opened with the epoch. If its host died, a request fails at
             once; if its host hangs, this call takes at most 0.2 s. None: no connection.
         suspects: ranks that this rank suspects; returned if the store does not answer.
+        nobody: whether () is an answer, too: ranks cannot reach each other, and this rank will
+            close its connections, for which it is not to be blamed.
     """
-    name = ",".join(map(str, suspects))
+    name = ",".join(map(str, suspects)) or (_NOBODY if nobody else "")
     answers: list[str] = []
     answered = threading.Event()
 
     def ask(store: PrefixStore) -> None:
         try:
-            if suspects:
+            if name:
                 answers.append(store.compare_set(_FAILED_RANKS, "", name).decode())
             elif store.check([_FAILED_RANKS]):
                 answers.append(store.get(_FAILED_RANKS).decode())

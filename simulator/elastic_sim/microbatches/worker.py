@@ -38,9 +38,10 @@ class EpochRun:
     world: Environment
     assignment: Assignment
     present: dict[str, SimulatedWorker] = field(default_factory=dict)
-    connected: bool = False
-    connected_at: float = 0.0
-    """Time at which the workers present have connected to each other."""
+    connected: set[int] = field(default_factory=set)
+    """Pipelines whose workers are connected to each other."""
+    connected_at: dict[int, float] = field(default_factory=dict)
+    """Time at which the workers of a pipeline that are present have connected to each other."""
     committing: bool = False
 
     def __post_init__(self) -> None:
@@ -58,15 +59,19 @@ class EpochRun:
         return everyone and all(worker.here for worker in self.present.values())
 
     def connect(self, worker: SimulatedWorker) -> None:
-        """Connect a worker that has its state. Training starts when the last one connects."""
+        """Connect a worker that has its state. A pipeline trains when its last one connects."""
         clock, physics = self.world.clock, self.world.physics
-        others = len(self.plan.nodes()) - 1
-        self.connected_at = max(self.connected_at, clock.now) + physics.pair_s * others / 2
-        if self.complete and not self.connected:
-            self.connected = True
-            for one in self.present.values():
-                seconds = self.connected_at - clock.now + clock.vary(physics.group_s)
-                clock.after(seconds, partial(one.ready, self))
+        node = worker.agent.name
+        mine = next(m.pipeline for m in self.roster.members if m.unit.node == node)
+        nodes = {unit.node for unit in units_of(self.plan.pipelines[mine])}
+        before = max(self.connected_at.get(mine, 0.0), clock.now)
+        self.connected_at[mine] = before + physics.pair_s * (len(nodes) - 1) / 2
+        here = nodes <= self.present.keys() and all(self.present[name].here for name in nodes)
+        if here and mine not in self.connected:
+            self.connected.add(mine)
+            for name in sorted(nodes):
+                seconds = self.connected_at[mine] - clock.now + clock.vary(physics.group_s)
+                clock.after(seconds, partial(self.present[name].ready, self))
 
     def _all_arrived(self) -> bool:
         workers = self.present.values()

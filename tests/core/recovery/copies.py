@@ -93,6 +93,7 @@ def run(
     checkpoint: tuple[str, int] | None = None,
     initial: bool = False,
     live: dict[str, int] | None = None,
+    fetch_s: float = 0.0,
 ) -> Assignment:
     """Solve a recovery on `nodes`, which have a vault each."""
     return solve(
@@ -104,6 +105,7 @@ def run(
         checkpoint=checkpoint,
         initial_allowed=initial,
         live=live or {},
+        fetch_s=fetch_s,
     )
 
 

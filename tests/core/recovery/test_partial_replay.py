@@ -194,6 +194,17 @@ def test_nothing_runs_after_the_last_step() -> None:
     assert not result.partial and result.todo == ((),)
 
 
+@pytest.mark.parametrize(("fetched", "pipelines"), [(0.0, [0, 0, 1, 1]), (40.0, [0] * M)])
+def test_a_pipeline_that_fetches_its_state_gets_fewer_partial_runs(
+    fetched: float, pipelines: list[int]
+) -> None:
+    """The second pipeline begins after `fetched` units of time. Layer 5 lacks all micro-batches."""
+    copies = [message(ACTIVATION, 5, index, "a") for index in FULL]
+    copies += [state(layer, 7, "c") for layer in (3, 4, 5)]
+    result = run(two_pipelines(), *held(has(0, 1, 2, 3, 4)), *copies, fetch_s=fetched / 600)
+    assert sorted(r.pipeline for r in result.partial) == pipelines
+
+
 ledgers = st.lists(st.sets(st.integers(0, M - 1)), min_size=N, max_size=N)
 logged = st.lists(
     st.builds(

@@ -9,7 +9,7 @@ import pytest
 from elastic.core.protocol.messages import Halted
 from elastic.core.recovery.recovery import replayed_microbatches, summarize
 from elastic.domain.errors import Unrecoverable
-from elastic.domain.types import Copy, StepRecord
+from elastic.domain.types import Assignment, Copy, StepRecord
 from tests.core.recovery.copies import (
     ONE,
     RECORD,
@@ -76,6 +76,31 @@ def test_replay_of_a_tied_layer_takes_the_other_owner_s_gradient_along() -> None
 
 def test_copies_on_nodes_without_a_vault_are_ignored() -> None:
     assert run(ONE, state(0, 7), state(1, 7, "z"), state(0, 6), state(1, 6)).step == 6
+
+
+# ---- pipelines that fetch their state begin later
+
+
+def late(fetch_s: float) -> Assignment:
+    """Node b fetches the states of both layers, 200 bytes."""
+    return run(TWO, *(state(layer, 6, node) for layer in (0, 1) for node in "ac"), fetch_s=fetch_s)
+
+
+def test_a_pipeline_that_fetches_its_state_gets_fewer_microbatches() -> None:
+    microbatch = sum(la.forward_s + la.backward_s for la in make_spec(2, M, 20).layers)
+    assert late(0.0).todo == ((0, 1), (2, 3)), "the rate is unknown"
+    assert late(0.9 * microbatch / 200).todo == ((0, 1), (2, 3)), "less than a micro-batch"
+    assert late(2 * microbatch / 200).todo == ((0, 1, 2), (3,))
+    assert late(9 * microbatch / 200).todo == ((0, 1, 2, 3), ())
+
+
+def test_what_a_sender_sends_to_others_counts_too() -> None:
+    """Node a sends to b and c: each fetches 200 bytes, and a sends 400."""
+    shares = {"a": (0, 1), "b": (2,), "c": (3,)}
+    plan = plan_of(*(pipeline((node, 0, 2), microbatches=m) for node, m in shares.items()))
+    microbatch = sum(la.forward_s + la.backward_s for la in make_spec(2, M, 20).layers)
+    result = run(plan, state(0, 6), state(1, 6), fetch_s=2.5 * microbatch / 400)
+    assert result.todo == ((0, 1, 2), (3,), ())
 
 
 # ---- checkpoint and initialisation

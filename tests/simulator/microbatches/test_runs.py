@@ -36,7 +36,7 @@ def test_without_failures_a_step_takes_what_the_planner_says() -> None:
     assert outcome.phase == "finished" and not outcome.recoveries
     world = MicrobatchWorld(job.spec(known), job.policy(known), EXACT, 0)
     world.schedule(steady(4))
-    world.clock.run(10.0, lambda: bool(world.runs) and next(iter(world.runs.values())).connected)
+    world.clock.run(10.0, lambda: any(run.connected for run in world.runs.values()))
     run: EpochRun = next(iter(world.runs.values()))
     infos = tuple(agent.info for agent in world.agents.values())
     assert outcome.step_s[5] == pytest.approx(

@@ -17,13 +17,15 @@ from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
 from elastic.worker.transport.rendezvous import (
+    ALL,
+    NEAR,
     await_ranks,
     connect_store,
     host_store,
     missing_ranks,
     tell_connected,
 )
-from tests.worker.engine.rank_processes import DEADLINE_S, Rank, run_ranks
+from tests.worker.engine.rank_processes import DEADLINE_S, Rank, Ranks, run_ranks
 
 
 def single_rank_links() -> Links:
@@ -181,13 +183,15 @@ def test_the_ranks_that_are_missing_are_suspected() -> None:
     ranks = connect_store(address, 1, DEADLINE_S)
     for rank in (0, 1, 3):
         ranks.set(f"here-{rank}", "")
-    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (2,), "it has not come to the store"
+    assert missing_ranks(ranks, 0, range(4), NEAR, AbandonSignal()) == (2,), (
+        "it has not come to the store"
+    )
     ranks.set("here-2", "")
-    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (), "nobody is connected"
+    assert missing_ranks(ranks, 0, range(4), NEAR, AbandonSignal()) == (), "nobody is connected"
     for rank in (1, 2):
-        tell_connected(ranks, rank)
-    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (3,)
-    assert missing_ranks(None, 2, 4, AbandonSignal()) == (0,)
+        tell_connected(ranks, rank, NEAR)
+    assert missing_ranks(ranks, 0, range(4), NEAR, AbandonSignal()) == (3,)
+    assert missing_ranks(None, 2, range(4), NEAR, AbandonSignal()) == (0,)
     del store
 
 
@@ -210,20 +214,21 @@ class SlowStore:
 @pytest.mark.parametrize(("ranks", "answer_s"), [(6, 0.2), (40, 0.02)])
 def test_a_slow_store_is_not_blamed(ranks: int, answer_s: float) -> None:
     store: Any = SlowStore(answer_s)
-    assert missing_ranks(store, 1, ranks, AbandonSignal()) == (2,)
+    assert missing_ranks(store, 1, range(ranks), ALL, AbandonSignal()) == (2,)
 
 
 @pytest.mark.parametrize(("answers", "missing"), [(0, 0), (5, 0), (8, 2)])
 def test_the_answers_of_a_store_that_dies_count(answers: int, missing: int) -> None:
     """Of 5 other ranks, it tells which are there, then which are connected."""
     store: Any = SlowStore(0.0, answers)
-    assert missing_ranks(store, 1, 6, AbandonSignal()) == (missing,)
+    assert missing_ranks(store, 1, range(6), ALL, AbandonSignal()) == (missing,)
 
 
 def open_beside_a_rank_that_never_connects(rank: Rank) -> str:
     """Rank 1 says that it is there, and answers no connection: the path to it is bad."""
     if rank.rank == 1:
-        await_ranks(connect_store(rank.store, 1, DEADLINE_S), 1, 2, DEADLINE_S)
+        store = connect_store(rank.store, 1, DEADLINE_S)
+        await_ranks(store, 1, (0, 1), DEADLINE_S, AbandonSignal())
         return ""
     try:
         rank.open(open_s=0.5)
@@ -234,6 +239,59 @@ def open_beside_a_rank_that_never_connects(rank: Rank) -> str:
 
 def test_ranks_that_are_there_must_connect_soon() -> None:
     assert "epoch 1 could not be opened" in run_ranks(open_beside_a_rank_that_never_connects, 2)[0]
+
+
+PIPELINES = ((0, 1), (2, 3))
+
+
+def train_before_the_others_come(rank: Rank) -> tuple[list[float], list[float]]:
+    """The second pipeline opens its links when the first one has exchanged messages."""
+    pipeline = PIPELINES[rank.rank // 2]
+    if rank.rank >= 2:
+        rank.wait_for_parent()
+    links = rank.open(pipeline=pipeline, holder_sets=((0, 2), (1, 3)))
+    other = pipeline[1 - pipeline.index(rank.rank)]
+    links.send(torch.full((2,), float(rank.rank)), other)
+    got = links.recv(other).wait().tolist()
+    links.flush()
+    rank.report(got)
+    total = torch.ones(1) * rank.rank
+    links.all_reduce(total, (rank.rank % 2, rank.rank % 2 + 2))()
+    return total.tolist(), [row.item() for row in links.gather(torch.tensor([float(rank.rank)]))]
+
+
+def test_a_pipeline_exchanges_messages_while_others_load() -> None:
+    with Ranks(train_before_the_others_come, 4) as ranks:
+        assert ranks.reports(0, 1) == [[1.0] * 2, [0.0] * 2]
+        ranks.send("open", 2, 3)
+        assert ranks.reports(2, 3) == [[3.0] * 2, [2.0] * 2]
+        everybody = [0.0, 1.0, 2.0, 3.0]
+        assert ranks.reports() == [([total], everybody) for total in (2.0, 4.0, 2.0, 4.0)]
+
+
+def fail_to_reach_another_pipeline(rank: Rank) -> tuple[int, ...]:
+    """Rank 2 says that it is there, and answers no connection."""
+    if rank.rank == 2:
+        store = connect_store(rank.store, 1, DEADLINE_S)
+        await_ranks(store, 2, (0, 1, 2), DEADLINE_S, AbandonSignal())
+        return ()
+    links = rank.open(pipeline=(0, 1), open_s=0.5)
+    try:
+        if rank.rank == 0:
+            links.recv(1).wait()
+        else:  # as between micro-batches
+            end = time.monotonic() + DEADLINE_S
+            while time.monotonic() < end:
+                links.check()
+                time.sleep(0.01)
+    except LinkFailed as error:
+        return error.ranks
+    raise AssertionError("the links are open")
+
+
+def test_a_rank_of_another_pipeline_that_cannot_be_reached_ends_the_epoch() -> None:
+    """Both ends of the pipeline leave, and neither is blamed for it."""
+    assert run_ranks(fail_to_reach_another_pipeline, 3) == [(), (), ()]
 
 
 def open_after_long_loading(rank: Rank) -> float:

@@ -21,7 +21,7 @@ from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing, estimate
-from elastic.planning.placement.migration import CHECKPOINT, links_of, transition
+from elastic.planning.placement.migration import CHECKPOINT, Transition, links_of, transition
 from elastic_sim.steps.engine import JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
 from elastic_sim.steps.policies.lost_work import LostWork, lost_work
@@ -198,7 +198,7 @@ class OurPolicy(PolicyBase):
         if old is None:
             parts = pauses(plan_s=work_s)
             return Reconfiguration(parts, self._nominal, reason=reason, in_force=self._in_force)
-        transfer_s, lost_ms = moved.seconds, to_ms(loss.seconds)
+        transfer_s, lost_ms = self._waiting_s(job, plan, moved, loss.seconds), to_ms(loss.seconds)
         fallback = any(move.kind == CHECKPOINT for move in moved.moves)
         if fallback:
             transfer_s = self.checkpoint_s(job)
@@ -212,6 +212,25 @@ class OurPolicy(PolicyBase):
         return Reconfiguration(
             parts, self._nominal, lost_ms, back_to, reason, in_force=self._in_force
         )
+
+    def _waiting_s(self, job: JobView, plan: Plan, moved: Transition, again_s: float) -> float:
+        """Return the time by which the transfers of a change lengthen the running step.
+
+        A pipeline computes as soon as its own nodes have their layers; those that send copies
+        meanwhile are slower. It gets micro-batches accordingly, so that all finish together. But no
+        step ends before the last node has its layers. `again_s`: work of the step that is repeated.
+        """
+        assert self._running is not None
+        slower_s = 0.0
+        for pipeline in plan.pipelines:
+            nodes = [stage.unit.node for stage in pipeline.stages]
+            begin_s = max(moved.arrival.get(node, 0.0) for node in nodes)
+            sends_s = max(moved.sending.get(node, 0.0) for node in nodes)
+            share = len(pipeline.microbatches) / plan.n_microbatches
+            slower_s += share * self.world.physics.contention * max(0.0, sends_s - begin_s)
+        left = 1 - job.progress_ms / job.length_ms
+        left_s = min(self._running.step_s, left * self._running.step_s + again_s)
+        return max(moved.waiting_s(plan) + slower_s, moved.seconds - left_s)
 
     def _adopt(self, job: JobView, state: JobState, plan: Plan) -> float:
         """Run `plan` from now on and return the seconds of planning and building groups."""
