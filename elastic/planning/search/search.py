@@ -150,7 +150,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
     plan, others = found[0]
     if len(found) > 1:
         plan, others = min(found, key=lambda pair: _expected_seconds(request, pair[0]))
-    return incremental.prefer_current(request, plan), others
+    return incremental.prefer_current(request, plan) if request.keeps_pipelines else plan, others
 
 
 def _expected_seconds(request: PlanRequest, plan: Plan) -> float:
@@ -211,9 +211,12 @@ def _search_free_shape(
     request: PlanRequest, kinds: NodeKinds, problem: Problem, small: bool
 ) -> _SearchResult:
     model, thorough = problem.model, column_search.thorough(problem)
-    simulate = len(problem.schedules) > 1 and (small or thorough)
+    nodes = sum(problem.counts)
+    # Simulated pipelines are cached, so re-plans on equal nodes are quick, too.
+    equal = not small and len(problem.counts) == 1 and nodes <= column_search.LARGE_CLUSTER
+    simulate = len(problem.schedules) > 1 and (small or thorough or equal)
     problems = [problem]
-    if simulate:
+    if simulate and (small or thorough):
         problems.append(replace(problem, schedules=(ONE_F_ONE_B,)))
     found: list[Solution] = []
     others: dict[str, float] = {}
@@ -224,7 +227,7 @@ def _search_free_shape(
             others |= alternatives
         else:
             found += column_search.candidate_solutions(one)
-    if simulate or (thorough and not small):
+    if simulate or equal or (thorough and not small):
         found += equal_nodes.solutions(problem)
     if not found:
         raise InfeasiblePlan(explain_infeasible(problem, kinds, request))
