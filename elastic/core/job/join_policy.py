@@ -70,22 +70,21 @@ def record_pause(state: JobState, change: EpochChange, resumed_at: float) -> Job
     return state.of(pauses=pauses, seen=state.seen.grown(pause_s=pause_s))
 
 
-def mean_resumption(state: JobState, plan: Plan, change: EpochChange) -> float:
-    """Return the time at which the pipelines resumed, weighted by their micro-batches.
+def last_resumption(state: JobState, plan: Plan, change: EpochChange) -> float:
+    """Return the time at which the last pipeline resumed.
 
     A pipeline that has not computed yet has resumed when its nodes were ready; one that is not
     ready resumes now.
     """
-    total = 0.0
+    times = []
     for pipeline in plan.pipelines:
         nodes = {stage.unit.node for stage in pipeline.stages}
         reports = [state.members[node].report for node in nodes if node in state.members]
         reports = [report for report in reports if report.epoch == state.epoch]
         resumed = [report.resumed_at for report in reports if report.resumed_at]
         lasted = [one.transfer_s + one.rebuild_s for report in reports for one in report.ready]
-        at = min(resumed) if resumed else change.decided + max(lasted, default=inf)
-        total += min(at, state.updated_at) * len(pipeline.microbatches)
-    return total / plan.n_microbatches
+        times.append(min(resumed) if resumed else change.decided + max(lasted, default=inf))
+    return min(max(times), state.updated_at)
 
 
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
@@ -162,7 +161,7 @@ def _calm_until_use_s(
     assert state.spec is not None
     ahead = outlook(state, now)
     links = links_of(request.profile, request.nodes)
-    moving_s = transition(plan, best, state.spec.layers, links=links).waiting_s(best)
+    moving_s = transition(plan, best, state.spec.layers, links=links).seconds
     ahead = replace(ahead, pause_in_s=ahead.pause_in_s + moving_s)
     speedup, used = _speedup(state, plan, best), len(best.nodes())
     verdict = worth(ahead, speedup=speedup, lifetime_s=inf, nodes=used)
@@ -209,7 +208,7 @@ def _evaluate(
         return Verdict(True, "nobody keeps backups now"), []
     if not state.pauses:
         links = links_of(state.policy.profile, request.nodes)
-        moving_s = transition(state.plan, plan, state.spec.layers, links=links).waiting_s(plan)
+        moving_s = transition(state.plan, plan, state.spec.layers, links=links).seconds
         pause_in_s, pause_out_s = ahead.pause_in_s + moving_s, ahead.pause_out_s + moving_s
         ahead = replace(ahead, pause_in_s=pause_in_s, pause_out_s=pause_out_s)
     speedup = _speedup(state, state.plan, plan)

@@ -22,7 +22,7 @@ from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing, estimate
-from elastic.planning.placement.migration import CHECKPOINT, Transition, links_of, transition
+from elastic.planning.placement.migration import CHECKPOINT, links_of, transition
 from elastic_sim.steps.engine import JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
 from elastic_sim.steps.policies.lost_work import LostWork, lost_work
@@ -153,7 +153,9 @@ class OurPolicy(PolicyBase):
         members = {n: member for n, member in state.members.items() if n in job.alive}
         for event in joined:
             info = self.world.info(event)
-            report = NodeReport(info=info, phase=NodePhase.RUNNING, epoch=state.epoch, able=True)
+            report = NodeReport(
+                info=info, phase=NodePhase.RUNNING, epoch=state.epoch, able=True, accelerated=True
+            )
             members[info.node] = Member(report, seen=now)
         self._drains -= {event.node for event in lost}
         joining = tuple(node for node in state.joining if node in members)
@@ -208,7 +210,7 @@ class OurPolicy(PolicyBase):
         if old is None:
             parts = pauses(plan_s=work_s)
             return Reconfiguration(parts, self._nominal, reason=reason, in_force=self._in_force)
-        transfer_s, lost_ms = self._waiting_s(job, plan, moved, loss.seconds), to_ms(loss.seconds)
+        transfer_s, lost_ms = moved.seconds, to_ms(loss.seconds)
         fallback = any(move.kind == CHECKPOINT for move in moved.moves)
         if fallback:
             transfer_s = self.checkpoint_s(job)
@@ -223,32 +225,17 @@ class OurPolicy(PolicyBase):
             parts, self._nominal, lost_ms, back_to, reason, in_force=self._in_force
         )
 
-    def _waiting_s(self, job: JobView, plan: Plan, moved: Transition, again_s: float) -> float:
-        """Return the time by which the transfers of a change lengthen the running step.
-
-        A pipeline computes as soon as its own nodes have their layers; those that send copies
-        meanwhile are slower. It gets micro-batches accordingly, so that all finish together. But no
-        step ends before the last node has its layers. `again_s`: work of the step that is repeated.
-        """
-        assert self._running is not None
-        slower_s = 0.0
-        for pipeline in plan.pipelines:
-            nodes = [stage.unit.node for stage in pipeline.stages]
-            begin_s = max(moved.arrival.get(node, 0.0) for node in nodes)
-            sends_s = max(moved.sending.get(node, 0.0) for node in nodes)
-            share = len(pipeline.microbatches) / plan.n_microbatches
-            slower_s += share * self.world.physics.contention * max(0.0, sends_s - begin_s)
-        left = 1 - job.progress_ms / job.length_ms
-        left_s = min(self._running.step_s, left * self._running.step_s + again_s)
-        return max(moved.waiting_s(plan) + slower_s, moved.seconds - left_s)
-
     def _adopt(self, job: JobView, state: JobState, plan: Plan, again_at: float) -> float:
         """Run `plan` from now on and return the seconds of planning and building groups.
 
         `again_at`: time at which nodes that it leaves idle are considered again; 0: never."""
         considered = tuple(join_policy.member_key(member) for member in state.members.values())
         self.state = state.of(
-            plan=plan, joining=(), considered=considered, reconsider_at=again_at, trimmed=state.epoch
+            plan=plan,
+            joining=(),
+            considered=considered,
+            reconsider_at=again_at,
+            trimmed=state.epoch,
         )
         self._planned_at = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
