@@ -27,8 +27,7 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import Plan
 from elastic.planning.backup.amortization import DEFAULT_PAUSE_S, Outlook, Verdict, worth
 from elastic.planning.placement.migration import links_of, transition
-from elastic.planning.search.incremental import prefer_current
-from elastic.planning.search.search import PlanRequest, make_plan
+from elastic.planning.search.search import PlanRequest, make_plan, with_whole_pipelines
 
 MAX_PAUSES = 9
 """Number of the newest pauses whose median is the expected pause."""
@@ -122,7 +121,7 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
     """
     request = replace(request, pause_s=0.0)
     best = make_plan(replace(request, keeps_pipelines=False))
-    plan = prefer_current(request, best)
+    plan = with_whole_pipelines(request, best)
     ahead = outlook(state, now, anyway=True)
     aside: list[str] = []
     reasons: list[str] = []

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -103,7 +104,7 @@ class Links:
         world_size: int,
         device: torch.device,
         abandon: AbandonSignal,
-        open_s: float | None = None,
+        open_s: float,
         varying: bool = False,
     ) -> None:
         """`open_s`: limit for the store, for connecting to ranks that are there, and for opening a
@@ -181,30 +182,15 @@ class Links:
         everybody = tuple(range(world_size))
         near = tuple(sorted(pipeline)) if pipeline is not None and on_host else everybody
 
-        def meet() -> PrefixStore:
-            links._store = connect_store(store_address, epoch, within_s)
-            return links._store
-
-        def connect() -> GlooTransport:
-            # A client of the store serves one thread at a time; `_store` is for failed ranks.
-            client = store.clone()  # type: ignore[attr-defined]
-            return GlooTransport(client, rank, near, timeout_s, host)
-
         def connect_data() -> tuple[GlooTransport, Transport]:
             shaped = ShapedTransport(control, shaper, remote) if shaper else control
-            args = (shaped, control, store, timeout_s, pairs, holder_sets)
-            return control, links._connect_devices(*args)
+            return control, links._connect_devices(shaped, control, pairs, holder_sets)
 
         try:
-            store = run_abandonable(meet, abandon, links._name, within_s=within_s)
-            # Some ranks load longer than others, so the short limit begins when all are there.
-            args = store, rank, near, timeout_s, abandon, links._closing
-            links._run(partial(await_ranks, *args))
-            close = GlooTransport.close
-            control = run_abandonable(connect, abandon, links._name, close, within_s=within_s)
+            control = links._connect_near(store_address, near, host)
             opened = run_abandonable(connect_data, abandon, links._name, _close_all)
             with _closed_on_error(opened):
-                links._run(partial(tell_connected, store, rank, NEAR), within_s)
+                links._run(partial(tell_connected, control.store, rank, NEAR), within_s)
         except RuntimeError as error:
             raise links._not_open(error, near, HERE, NEAR) from error
         links.control, links.data = opened
@@ -212,6 +198,25 @@ class Links:
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
         threads.start(f"open-all-{epoch}", partial(links._open_all, near, everybody, groups))
         return links
+
+    def _connect_near(self, store_address: str, near: tuple[int, ...], host: str) -> GlooTransport:
+        """Reach the store, wait until the ranks `near` have loaded their layers, and connect."""
+        rank, timeout_s = self.rank, self._timeout_s
+
+        def meet() -> PrefixStore:
+            self._store = connect_store(store_address, self.epoch, self._open_s)
+            # A client of the store serves one thread at a time; `_store` is for failed ranks.
+            return cast(PrefixStore, self._store.clone())  # type: ignore[attr-defined]
+
+        def connect() -> GlooTransport:
+            return GlooTransport(store, rank, near, timeout_s, host)
+
+        store = run_abandonable(meet, self.abandon, self._name, within_s=self._open_s)
+        # Some ranks load longer than others, so the short limit begins when all are there.
+        args = store, rank, near, timeout_s, self.abandon, self._closing
+        self._run(partial(await_ranks, *args))
+        close = GlooTransport.close
+        return run_abandonable(connect, self.abandon, self._name, close, within_s=self._open_s)
 
     @property
     def _name(self) -> str:
@@ -234,8 +239,6 @@ class Links:
         self,
         on_host: Transport,
         control: GlooTransport,
-        store: PrefixStore,
-        timeout_s: float,
         pairs: Sequence[tuple[int, int]],
         holder_sets: Sequence[tuple[int, ...]],
     ) -> Transport:
@@ -248,8 +251,8 @@ class Links:
         try:
             if device_is_shared(control, self.rank, self.world_size, self.device):
                 return HostMemoryTransport(on_host)
-            nccl_store = PrefixStore("nccl", store)
-            transport = NcclTransport(nccl_store, self.rank, self.device, timeout_s)
+            store = PrefixStore("nccl", control.store)
+            transport = NcclTransport(store, self.rank, self.device, self._timeout_s)
             self.abandon.subscribe(transport.close)
             try:
                 transport.open(pairs, holder_sets)

@@ -25,7 +25,7 @@ HERE = "here-"
 """Beginning of the key of a rank that has loaded its layers."""
 NEAR, ALL = "near-", "open-"
 """Beginning of the key of a rank that is connected to the others of its pipeline, or to all."""
-_AWAIT_S = 1.0
+AWAIT_POLL_S = 1.0
 """Time after which a wait for other ranks asks whether the epoch has ended."""
 STORE_RANK = 0
 """Rank whose node hosts the epoch's store."""
@@ -78,10 +78,10 @@ def await_ranks(
     while True:
         left_s = max(0.0, end - time.monotonic())
         try:
-            return store.wait(keys, timedelta(seconds=min(left_s, _AWAIT_S)))
+            return store.wait(keys, timedelta(seconds=min(left_s, AWAIT_POLL_S)))
         except DistStoreError:
             abandon.check()
-            if left_s <= _AWAIT_S or closing.is_set():
+            if left_s <= AWAIT_POLL_S or closing.is_set():
                 raise
 
 
