@@ -195,7 +195,8 @@ class WorkerContext:
             ),
             injector=FaultInjector(settings, agent.send),
         )
-        agent.send(m.Attach(settings.local_rank, os.getpid(), spec, address))
+        accelerated = device.type != "cpu"
+        agent.send(m.Attach(settings.local_rank, os.getpid(), spec, address, accelerated))
         agent.start(context.on_acked)
         return context
 

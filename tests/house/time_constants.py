@@ -203,6 +203,7 @@ CONSTANTS = {
     "worker/transport/gloo.py DISCONNECT_GRACE_S": "evidence",
     "worker/transport/gloo.py MAX_PEER_CHECK_S": "interval",
     "worker/transport/gloo.py PEER_CHECK_S": "interval",
+    "worker/transport/rendezvous.py AWAIT_POLL_S": "interval",
     "worker/transport/rendezvous.py _MISSING_TIMEOUT_S": "interval",
     "worker/transport/gloo.py _POISON_S": "evidence",
     "worker/transport/link_probe.py PAUSE_S": "interval",

@@ -35,7 +35,7 @@ from elastic.core.job.epoch_change import (
 )
 from elastic.core.job.goodput import evaluation_entries, nonfinite_entries
 from elastic.core.job.join_policy import (
-    mean_resumption,
+    last_resumption,
     plan_if_feasible,
     record_pause,
     without_member,
@@ -560,7 +560,7 @@ def _complete_change(state: JobState) -> JobTransition | None:
         resumed_at=min(resumed),
         since=state.recovered_at,
     )
-    state = record_pause(state, state.change, mean_resumption(state, state.plan, state.change))
+    state = record_pause(state, state.change, last_resumption(state, state.plan, state.change))
     return state.of(change=None, recovered_at=min(resumed)), (action,), "training goes on"
 
 

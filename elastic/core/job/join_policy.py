@@ -10,7 +10,8 @@ A node is used only if the time that it saves exceeds the pauses that it causes
 
 So a node that was left aside for its short stay may be used after a loss of other nodes. A node is
 always used if no plan fits without it. A node is considered again when its expected stay changes,
-or, if the cluster changed too often, after enough time without a loss.
+or, if the cluster changed too often, after enough time without a loss. So no node is idle for long
+while it could help.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import Plan
 from elastic.planning.backup.amortization import DEFAULT_PAUSE_S, Outlook, Verdict, worth
 from elastic.planning.placement.migration import links_of, transition
-from elastic.planning.search.search import PlanRequest, make_plan
+from elastic.planning.search.search import PlanRequest, make_plan, with_whole_pipelines
 
 MAX_PAUSES = 9
 """Number of the newest pauses whose median is the expected pause."""
@@ -68,22 +69,21 @@ def record_pause(state: JobState, change: EpochChange, resumed_at: float) -> Job
     return state.of(pauses=pauses, seen=state.seen.grown(pause_s=pause_s))
 
 
-def mean_resumption(state: JobState, plan: Plan, change: EpochChange) -> float:
-    """Return the time at which the pipelines resumed, weighted by their micro-batches.
+def last_resumption(state: JobState, plan: Plan, change: EpochChange) -> float:
+    """Return the time at which the last pipeline resumed.
 
     A pipeline that has not computed yet has resumed when its nodes were ready; one that is not
     ready resumes now.
     """
-    total = 0.0
+    times = []
     for pipeline in plan.pipelines:
         nodes = {stage.unit.node for stage in pipeline.stages}
         reports = [state.members[node].report for node in nodes if node in state.members]
         reports = [report for report in reports if report.epoch == state.epoch]
         resumed = [report.resumed_at for report in reports if report.resumed_at]
         lasted = [one.transfer_s + one.rebuild_s for report in reports for one in report.ready]
-        at = min(resumed) if resumed else change.decided + max(lasted, default=inf)
-        total += min(at, state.updated_at) * len(pipeline.microbatches)
-    return total / plan.n_microbatches
+        times.append(min(resumed) if resumed else change.decided + max(lasted, default=inf))
+    return min(max(times), state.updated_at)
 
 
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
@@ -115,15 +115,17 @@ class JoinChoice:
 def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinChoice:
     """Return the plan for a change that must be made in any case.
 
-    The plan leaves aside nodes whose departure will cost more than they save until then. Raises
-    InfeasiblePlan if no plan fits all available nodes.
+    The plan leaves aside nodes whose departure will cost more than they save until then. If it
+    keeps whole pipelines for the sake of a short pause, and so leaves nodes idle, `retry_s` says
+    when using them will pay. Raises InfeasiblePlan if no plan fits all available nodes.
     """
     request = replace(request, pause_s=0.0)
-    plan = make_plan(request)
+    best = make_plan(replace(request, keeps_pipelines=False))
+    plan = with_whole_pipelines(request, best)
     ahead = outlook(state, now, anyway=True)
     aside: list[str] = []
     reasons: list[str] = []
-    retry_s = inf
+    retry_s = _calm_until_use_s(state, request, plan, best, now)
     while True:
         nodes, left_s = _first_to_go(state, plan.nodes(), now)
         if left_s == inf:
@@ -141,10 +143,28 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
         retry_s = min(retry_s, _unknown_in_s(state, nodes, now))
         reasons.append(f"{' '.join(nodes)} left aside: {verdict.reason}")
     if not aside:
-        return JoinChoice(plan)
+        return JoinChoice(plan, retry_s=retry_s)
     why = "; ".join(reasons)
     plan = replace(plan, spares=(*plan.spares, *aside), reason=f"{plan.reason}; {why}")
     return JoinChoice(plan, tuple(aside), why, retry_s)
+
+
+def _calm_until_use_s(
+    state: JobState, request: PlanRequest, plan: Plan, best: Plan, now: float
+) -> float:
+    """Return the seconds without a loss after which the nodes that `plan` leaves idle are worth a
+    change to `best`; infinity: never."""
+    idle = set(best.nodes()) - set(plan.nodes())
+    if not idle or not request.effective_profile().link.bytes_per_s:
+        return inf
+    assert state.spec is not None
+    ahead = outlook(state, now)
+    links = links_of(request.profile, request.nodes)
+    moving_s = transition(plan, best, state.spec.layers, links=links).seconds
+    ahead = replace(ahead, pause_in_s=ahead.pause_in_s + moving_s)
+    speedup, used = _speedup(state, plan, best), len(best.nodes())
+    verdict = worth(ahead, speedup=speedup, lifetime_s=inf, nodes=used)
+    return 0.0 if verdict.use else verdict.again_s
 
 
 def plan_for_joining(
@@ -152,8 +172,10 @@ def plan_for_joining(
 ) -> JoinChoice:
     """Return a plan with those of the `fresh` nodes that are worth a change, if any are.
 
-    Raises InfeasiblePlan if no plan fits the available nodes.
+    The planner does not weigh the pause against the time to the next loss, because this function
+    does. Raises InfeasiblePlan if no plan fits the available nodes.
     """
+    request = replace(request, keeps_pipelines=False)
     reasons: list[str] = []
     aside: list[str] = []
     retry_s = inf
@@ -185,7 +207,7 @@ def _evaluate(
         return Verdict(True, "nobody keeps backups now"), []
     if not state.pauses:
         links = links_of(state.policy.profile, request.nodes)
-        moving_s = transition(state.plan, plan, state.spec.layers, links=links).waiting_s(plan)
+        moving_s = transition(state.plan, plan, state.spec.layers, links=links).seconds
         pause_in_s, pause_out_s = ahead.pause_in_s + moving_s, ahead.pause_out_s + moving_s
         ahead = replace(ahead, pause_in_s=pause_in_s, pause_out_s=pause_out_s)
     speedup = _speedup(state, state.plan, plan)

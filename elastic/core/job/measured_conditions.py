@@ -70,9 +70,12 @@ def measured_profile(state: JobState) -> Profile:
 def fetch_time(state: JobState) -> float:
     """Return the time to fetch a byte from another node, measured like `LayerSpec.forward_s`.
 
-    0: the rate of the links or the speed of the nodes is unknown.
+    0: the rate of the links or the speed of the nodes is unknown; or all pipelines begin at the
+    same time, as on GPUs (`elastic.worker.transport.links`).
     """
     assert state.spec is not None
+    if any(member.report.accelerated for member in state.members.values()):
+        return 0.0
     if state.policy.profile is None and not _units(state):
         return 0.0
     profile = measured_profile(state)

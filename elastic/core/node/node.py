@@ -291,6 +291,7 @@ def report(state: NodeState) -> m.NodeReport:
         restart=state.launch.restart if state.launch else -1,
         step=progress[0].step if progress else 0,
         microbatch=progress[0].microbatch if progress else 0,
+        accelerated=any(attach.accelerated for attach in attached),
     )
 
 

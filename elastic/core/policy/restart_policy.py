@@ -83,8 +83,7 @@ def _cost_of_continuing(state: JobState, start_s: float) -> tuple[float, str]:
         return inf, str(error)
     profile, infos = measured_profile(state), state.infos
     links = links_of(profile, infos)
-    moved = transition(old, plan, state.spec.layers, links=links, gradients=True)
-    moving_s = moved.waiting_s(plan)
+    moving_s = transition(old, plan, state.spec.layers, links=links, gradients=True).seconds
     with_s, without_s = (predict(p, profile, infos, slowdowns(state)).step_s for p in (old, plan))
     lost = max(0.0, 1 - with_s / without_s) if without_s > 0 else 0.0
     pause_s = join_policy.outlook(state, state.updated_at).pause_in_s

@@ -70,6 +70,8 @@ class Attach:
     spec: JobSpec
     store: str
     """host:port at which this worker can host the rendezvous store."""
+    accelerated: bool = False
+    """Whether the worker computes on a device other than the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +381,8 @@ class NodeReport:
     """Number of crashes and hangs of this incarnation's workers."""
     preflight: Preflight | None = None
     """Result of the pre-flight; None once the node is a member."""
+    accelerated: bool = False
+    """Whether the workers compute on devices other than the CPU."""
 
 
 @dataclass(frozen=True, slots=True)

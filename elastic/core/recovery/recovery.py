@@ -33,7 +33,7 @@ so the new call finds all copies that the first call found, except those on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
@@ -110,7 +110,9 @@ def solve(
         raise Unrecoverable(f"{why}; there is no durable checkpoint to fall back to")
     sums, covered = solver.gradients(version)
     recipes = _recipes(solver, version, sums)
-    begins = [fetch_s * nbytes for nbytes in _bytes_before_work(plan, recipes)]
+    begins = [0.0] * len(plan.pipelines)
+    if fetch_s and not gradients_of(plan.gradients).rounds:  # sums of rounds need all pipelines
+        begins = [fetch_s * nbytes for nbytes in _bytes_before_work(plan, recipes, live)]
     todo, runs = _distribute_work(solver, spec, version, covered, begins)
     if any(recipe.checkpoint for _, recipe in recipes):
         why = (
@@ -158,24 +160,31 @@ def _tied_layers(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
     return {layer: group - {layer} for layer, group in groups.items()}
 
 
-def _bytes_before_work(plan: Plan, recipes: Sequence[tuple[str, Recipe]]) -> list[int]:
-    """Return for each pipeline the bytes that pass the slowest link before it can work: what one of
-    its nodes fetches, or what a sender of that node sends to all nodes."""
-    fetched: dict[str, int] = {}
-    sent: dict[str, int] = {}
+def _bytes_before_work(
+    plan: Plan, recipes: Sequence[tuple[str, Recipe]], alive: Collection[str]
+) -> list[float]:
+    """Return for each pipeline the bytes that pass the slowest link before it can work: what a
+    worker of one of its nodes fetches, or what a sender of that node sends to all nodes.
+
+    `alive`: nodes whose workers live.
+    """
+    fetched: dict[str, float] = {}
+    sent: dict[str, float] = {}
     senders: dict[str, set[str]] = {}
     for node, recipe in recipes:
-        for copy in copies_of(recipe):
+        held = node in alive and _holds_whole(plan, node, recipe)
+        for copy in copies_of(replace(recipe, portions=()) if held else recipe):
             if copy.node != node:
-                fetched[node] = fetched.get(node, 0) + copy.nbytes
-                sent[copy.node] = sent.get(copy.node, 0) + copy.nbytes
+                nbytes = copy.nbytes / plan.tp
+                fetched[node] = fetched.get(node, 0.0) + nbytes
+                sent[copy.node] = sent.get(copy.node, 0.0) + nbytes
                 senders.setdefault(node, set()).add(copy.node)
     slowest = {
         node: max(nbytes, *(sent[sender] for sender in senders[node]))
         for node, nbytes in fetched.items()
     }
     return [
-        max(slowest.get(stage.unit.node, 0) for stage in pipeline.stages)
+        max(slowest.get(stage.unit.node, 0.0) for stage in pipeline.stages)
         for pipeline in plan.pipelines
     ]
 
@@ -316,7 +325,13 @@ def _is_live(assignment: Assignment, node: str, recipe: Recipe) -> bool:
     """
     if (node, recipe.layer, recipe.shard) in assignment.reload:
         return False
-    own = portion_of(assignment.plan, node, recipe.layer)
+    return _holds_whole(assignment.plan, node, recipe)
+
+
+def _holds_whole(plan: Plan, node: str, recipe: Recipe) -> bool:
+    """Return whether `node` made one of the portions that `recipe` gives. Then its workers received
+    the others after the last update."""
+    own = portion_of(plan, node, recipe.layer)
     return not recipe.replay and any(
         copy.owner == copy.node == node and copy.portion == own != WHOLE for copy in recipe.states
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic.domain.types import LayerSpec, NodeInfo, Plan
 from elastic.planning.backup.peer_assignment import domain_of
@@ -65,21 +65,6 @@ class Transition:
     nbytes: int
     """Bytes sent between nodes."""
     seconds: float
-    sending: dict[str, float] = field(default_factory=dict)
-    """Node -> seconds for which it sends."""
-    arrival: dict[str, float] = field(default_factory=dict)
-    """Node -> seconds until it has its layers: it receives for so long, or one of its senders
-    sends to all nodes for so long."""
-
-    def waiting_s(self, plan: Plan) -> float:
-        """Return the mean time for which the pipelines of `plan` wait for their layers, weighted
-        by their micro-batches. A pipeline computes as soon as its own nodes have their layers."""
-        total = 0.0
-        for pipeline in plan.pipelines:
-            nodes = (stage.unit.node for stage in pipeline.stages)
-            wait_s = max(self.arrival.get(node, 0.0) for node in nodes)
-            total += wait_s * len(pipeline.microbatches)
-        return total / plan.n_microbatches
 
 
 def links_of(profile: Profile | None, nodes: Sequence[NodeInfo]) -> Links:
@@ -146,14 +131,7 @@ def transition(
             busy_s[move.target, False] += seconds
             latency_s = max(latency_s, link.latency_s)
             nbytes_sent += move.nbytes
-    sending = {node: seconds for (node, sends), seconds in busy_s.items() if sends}
-    arrival: dict[str, float] = {}
-    for move in moves:
-        if move.sent:
-            slowest = max(sending[move.source], busy_s[move.target, False])
-            arrival[move.target] = max(arrival.get(move.target, 0.0), slowest + latency_s)
-    seconds = latency_s + max(busy_s.values(), default=0.0)
-    return Transition(tuple(moves), nbytes_sent, seconds, sending, arrival)
+    return Transition(tuple(moves), nbytes_sent, latency_s + max(busy_s.values(), default=0.0))
 
 
 def _seconds(link: LinkProfile, nbytes: float, *, unknown: float) -> float:

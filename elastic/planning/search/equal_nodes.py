@@ -33,7 +33,7 @@ from elastic.planning.search.problem import PipelineShape, Problem, Solution
 MAX_SOLUTIONS = 3
 """Maximum number of plans that are returned."""
 ALL_DEPTHS, NEXT_DEPTH = 24, 1.12
-"""Up to 24 nodes, pipelines of each number of nodes are tried; then each is longer by an eighth."""
+"""Up to 24 nodes, pipelines of each number of nodes are tried; then each is 12 % longer."""
 MAX_ACTIONS = 3000
 """Maximum micro-batches times stages of a pipeline whose time is simulated here: a depth of 31."""
 PRECISION = 1e-4

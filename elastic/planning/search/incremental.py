@@ -237,7 +237,7 @@ def prefer_current(request: PlanRequest, best: Plan) -> Plan:
             current, plan, request.spec.layers, dead=request.dead, links=links, gradients=True
         )
         step_s = predict(plan, profile, request.nodes, request.slow).step_s
-        options.append(Option(step_s, request.pause_s + moved.waiting_s(plan)))
+        options.append(Option(step_s, request.pause_s + moved.seconds))
     horizon = horizon_s(request.hazard_per_s, len(best.nodes()))
     chosen, why = choose(options, horizon)
     plan = plans[chosen]

@@ -51,6 +51,9 @@ class PlanRequest:
     """Observed losses per node and second; 0: unknown, and pauses of changes are not weighed."""
     pause_s: float = 0.0
     """Seconds without training during a change of plan, besides the transfer of state."""
+    keeps_pipelines: bool = True
+    """Whether the whole pipelines of the current plan may stay as they are, without other nodes,
+    if this makes more progress until the next loss."""
     weighing: Weighing | None = None
     """Input to the choice of backup schemes for `auto`; None: made from the profile and the hazard,
     if the profile knows links."""

@@ -90,6 +90,12 @@ def decide(request: PlanRequest) -> PlanDecision:
     return PlanDecision(plan, prediction, others)
 
 
+def with_whole_pipelines(request: PlanRequest, best: Plan) -> Plan:
+    """Return `best`, or the whole pipelines of the current plan without other nodes, if these make
+    more progress until the next loss."""
+    return incremental.prefer_current(request, best)
+
+
 def clear_caches() -> None:
     """Drop cached tables, for measurements. Plans do not depend on the caches."""
     for cached in CACHED:
@@ -150,7 +156,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
     plan, others = found[0]
     if len(found) > 1:
         plan, others = min(found, key=lambda pair: _expected_seconds(request, pair[0]))
-    return incremental.prefer_current(request, plan), others
+    return with_whole_pipelines(request, plan) if request.keeps_pipelines else plan, others
 
 
 def _expected_seconds(request: PlanRequest, plan: Plan) -> float:
@@ -202,18 +208,36 @@ def _search(request: PlanRequest, kinds: NodeKinds, share: float) -> _SearchResu
             problem = _problem(request, kinds, share)
         partial = incremental.replan_free_nodes(request, problem, kinds)
         if partial is not None:
-            solution = Solution(partial.shapes, partial.seconds)
-            return _SearchResult(solution, kinds, problem.model, kept=partial.kept)
+            whole = Solution((*(s for _, s in partial.kept), *partial.shapes), partial.seconds)
+            if not _is_simulated(problem) or _is_near_best(request, kinds, problem, whole):
+                solution = Solution(partial.shapes, partial.seconds)
+                return _SearchResult(solution, kinds, problem.model, kept=partial.kept)
     return _search_free_shape(request, kinds, problem, small)
+
+
+def _is_simulated(problem: Problem) -> bool:
+    """Return whether pipelines are simulated also for re-plans: the results are cached, and depend
+    on the number of nodes only through the micro-batches."""
+    return len(problem.counts) == 1 and sum(problem.counts) <= column_search.LARGE_CLUSTER
+
+
+def _is_near_best(
+    request: PlanRequest, kinds: NodeKinds, problem: Problem, found: Solution
+) -> bool:
+    """Return whether a plan that keeps pipelines is nearly as fast as the best one, simulated."""
+    best = _search_free_shape(request, kinds, problem, small=False).solution
+    kept_s, best_s = (evaluate.simulated_step_seconds(problem.model, one) for one in (found, best))
+    return kept_s <= best_s * (1 + incremental.MAX_GAP)
 
 
 def _search_free_shape(
     request: PlanRequest, kinds: NodeKinds, problem: Problem, small: bool
 ) -> _SearchResult:
     model, thorough = problem.model, column_search.thorough(problem)
-    simulate = len(problem.schedules) > 1 and (small or thorough)
+    equal = not small and _is_simulated(problem)
+    simulate = len(problem.schedules) > 1 and (small or thorough or equal)
     problems = [problem]
-    if simulate:
+    if simulate and (small or thorough):
         problems.append(replace(problem, schedules=(ONE_F_ONE_B,)))
     found: list[Solution] = []
     others: dict[str, float] = {}
@@ -224,7 +248,7 @@ def _search_free_shape(
             others |= alternatives
         else:
             found += column_search.candidate_solutions(one)
-    if simulate or (thorough and not small):
+    if simulate or equal or (thorough and not small):
         found += equal_nodes.solutions(problem)
     if not found:
         raise InfeasiblePlan(explain_infeasible(problem, kinds, request))

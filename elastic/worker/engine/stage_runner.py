@@ -245,8 +245,9 @@ class StageRunner:
     def _act(self, step: int, action: Action) -> None:
         stage, m = self._stages[action.stage], action.microbatch
         if action.kind.computes:
-            self.agreement.check()
+            # First, so that all ranks of the tensor-parallel group leave at the same exchange.
             self._links.check()
+            self.agreement.check()
         match action.kind:
             case Kind.F:
                 self._forward(stage, step, action)

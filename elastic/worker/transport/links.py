@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -48,6 +49,7 @@ from elastic.worker.transport.interface import Operation, Transport
 from elastic.worker.transport.nccl import NcclTransport, await_aborts
 from elastic.worker.transport.rendezvous import (
     ALL,
+    HERE,
     NEAR,
     agree_on_failed_ranks,
     await_ranks,
@@ -102,9 +104,11 @@ class Links:
         world_size: int,
         device: torch.device,
         abandon: AbandonSignal,
-        open_s: float | None = None,
+        open_s: float,
         varying: bool = False,
     ) -> None:
+        """`open_s`: limit for the store, for connecting to ranks that are there, and for opening a
+        group."""
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon, self._open_s = device, abandon, open_s
         self._varying = varying
@@ -121,7 +125,8 @@ class Links:
         """Maximum number of messages in flight from this rank; further sends wait."""
         self._all_open = threading.Event()
         """Set when all ranks are connected, or cannot be (`_open_error`)."""
-        self._open_error: RuntimeError | LinkFailed | None = None
+        self._open_error: Exception | None = None
+        self._closing = threading.Event()
 
     @classmethod
     def open(
@@ -177,36 +182,41 @@ class Links:
         everybody = tuple(range(world_size))
         near = tuple(sorted(pipeline)) if pipeline is not None and on_host else everybody
 
-        def meet() -> PrefixStore:
-            links._store = connect_store(store_address, epoch, within_s)
-            return links._store
-
-        def connect() -> GlooTransport:
-            # A client of the store serves one thread at a time; `_store` is for failed ranks.
-            client = store.clone()  # type: ignore[attr-defined]
-            return GlooTransport(client, rank, near, timeout_s, host)
-
         def connect_data() -> tuple[GlooTransport, Transport]:
             shaped = ShapedTransport(control, shaper, remote) if shaper else control
-            args = (shaped, control, store, timeout_s, pairs, holder_sets)
-            return control, links._connect_devices(*args)
+            return control, links._connect_devices(shaped, control, pairs, holder_sets)
 
         try:
-            store = run_abandonable(meet, abandon, links._name, within_s=within_s)
-            # Some ranks load longer than others, so the short limit begins when all are there.
-            links._run(partial(await_ranks, store, rank, near, timeout_s, abandon))
-            close = GlooTransport.close
-            control = run_abandonable(connect, abandon, links._name, close, within_s=within_s)
+            control = links._connect_near(store_address, near, host)
             opened = run_abandonable(connect_data, abandon, links._name, _close_all)
             with _closed_on_error(opened):
-                links._run(partial(tell_connected, store, rank, NEAR), within_s)
+                links._run(partial(tell_connected, control.store, rank, NEAR), within_s)
         except RuntimeError as error:
-            raise links._not_open(error, near, NEAR) from error
+            raise links._not_open(error, near, HERE, NEAR) from error
         links.control, links.data = opened
         abandon.subscribe(links.close)
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
         threads.start(f"open-all-{epoch}", partial(links._open_all, near, everybody, groups))
         return links
+
+    def _connect_near(self, store_address: str, near: tuple[int, ...], host: str) -> GlooTransport:
+        """Reach the store, wait until the ranks `near` have loaded their layers, and connect."""
+        rank, timeout_s = self.rank, self._timeout_s
+
+        def meet() -> PrefixStore:
+            self._store = connect_store(store_address, self.epoch, self._open_s)
+            # A client of the store serves one thread at a time; `_store` is for failed ranks.
+            return cast(PrefixStore, self._store.clone())  # type: ignore[attr-defined]
+
+        def connect() -> GlooTransport:
+            return GlooTransport(store, rank, near, timeout_s, host)
+
+        store = run_abandonable(meet, self.abandon, self._name, within_s=self._open_s)
+        # Some ranks load longer than others, so the short limit begins when all are there.
+        args = store, rank, near, timeout_s, self.abandon, self._closing
+        self._run(partial(await_ranks, *args))
+        close = GlooTransport.close
+        return run_abandonable(connect, self.abandon, self._name, close, within_s=self._open_s)
 
     @property
     def _name(self) -> str:
@@ -215,13 +225,13 @@ class Links:
     def _run(self, work: Callable[[], None], within_s: float | None = None) -> None:
         run_abandonable(work, self.abandon, self._name, within_s=within_s)
 
-    def _not_open(
-        self, error: RuntimeError, ranks: tuple[int, ...], circle: str
-    ) -> RuntimeError | LinkFailed:
-        """Return the cause why `ranks` could not connect. Raises EpochAbandoned."""
-        if is_local_fault(error) and not self.abandon.is_set():
+    def _not_open(self, error: Exception, ranks: tuple[int, ...], *circles: str) -> Exception:
+        """Return the cause why `ranks` could not connect. `circles`: as of `missing_ranks`. Raises
+        EpochAbandoned."""
+        if not isinstance(error, RuntimeError) or is_local_fault(error):
+            self.abandon.check()
             return error
-        missing = missing_ranks(self._store, self.rank, ranks, circle, self.abandon)
+        missing = missing_ranks(self._store, self.rank, ranks, circles, self.abandon)
         self.abandon.check()
         return LinkFailed(missing, f"epoch {self.epoch} could not be opened: {error}")
 
@@ -229,8 +239,6 @@ class Links:
         self,
         on_host: Transport,
         control: GlooTransport,
-        store: PrefixStore,
-        timeout_s: float,
         pairs: Sequence[tuple[int, int]],
         holder_sets: Sequence[tuple[int, ...]],
     ) -> Transport:
@@ -243,8 +251,8 @@ class Links:
         try:
             if device_is_shared(control, self.rank, self.world_size, self.device):
                 return HostMemoryTransport(on_host)
-            nccl_store = PrefixStore("nccl", store)
-            transport = NcclTransport(nccl_store, self.rank, self.device, timeout_s)
+            store = PrefixStore("nccl", control.store)
+            transport = NcclTransport(store, self.rank, self.device, self._timeout_s)
             self.abandon.subscribe(transport.close)
             try:
                 transport.open(pairs, holder_sets)
@@ -265,28 +273,34 @@ class Links:
 
         If that fails, the epoch cannot end well, so the links of the pipeline are closed, too.
         """
-        assert self._store is not None
         try:
             if near != everybody:
-                store, limit_s = self.control.store, self._timeout_s
-                self._run(partial(await_ranks, store, self.rank, everybody, limit_s, self.abandon))
+                args = self.control.store, self.rank, everybody, self._timeout_s
+                self._run(partial(await_ranks, *args, self.abandon, self._closing))
                 self._run(partial(self.control.open_group, everybody), self._open_s)
-                self._run(partial(tell_connected, store, self.rank, ALL), self._open_s)
+                self._run(partial(tell_connected, self.control.store, self.rank, ALL), self._open_s)
             # All ranks open their groups in this order, so no two ranks wait for each other.
             for ranks in groups:
                 self._run(partial(self.data.open_group, ranks), self._open_s)
         except EpochAbandoned:
             pass
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - `check` raises it on the main thread
             with contextlib.suppress(EpochAbandoned):
-                self._open_error = self._not_open(error, everybody, ALL)
-                if isinstance(self._open_error, LinkFailed):
-                    found = self._open_error
-                    args = self._store, found.ranks, self.abandon
-                    ranks = agree_on_failed_ranks(*args, nobody=True)
-                    self._open_error = LinkFailed(ranks, found.detail)
+                self._open_error = self._why_apart(error, everybody)
                 self.close()
-        self._all_open.set()
+        finally:
+            self._all_open.set()
+
+    def _why_apart(self, error: Exception, everybody: tuple[int, ...]) -> Exception:
+        """Return the cause why not all ranks are connected, as all ranks agree. Raises
+        EpochAbandoned."""
+        ended = self.control.disconnected() if isinstance(error, RuntimeError) else ()
+        found = self._not_open(error, everybody, HERE, NEAR, ALL)
+        if not isinstance(found, LinkFailed):
+            return found
+        suspects = ended or found.ranks
+        ranks = agree_on_failed_ranks(self._store, suspects, self.abandon, nobody=True)
+        return LinkFailed(ranks, found.detail)
 
     def check(self) -> None:
         """Raise the error because of which the ranks could not connect, if there is one."""
@@ -445,7 +459,7 @@ class Links:
             self.abandon.subscribe(self._all_open.set)
             self._all_open.wait()
             self.abandon.unsubscribe(self._all_open.set)
-            self.abandon.check()
+        self.abandon.check()  # perhaps the groups were not opened because of it
         self.check()
 
     def _failure(self, peer: int | None, error: RuntimeError) -> Exception:
@@ -464,6 +478,7 @@ class Links:
 
     def close(self) -> None:
         """Close all transports; blocked waits raise. Returns at once."""
+        self._closing.set()
         self.abandon.unsubscribe(self.close)
         if self.world_size > 1:
             for transport in {id(t): t for t in (self.control, self.data)}.values():

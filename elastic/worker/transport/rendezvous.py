@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -21,12 +21,12 @@ from elastic.worker.transport.cancellation import AbandonSignal
 
 _AGREE_TIMEOUT_S = 0.2
 _MISSING_TIMEOUT_S = 1.0
-_HERE = "here-"
+HERE = "here-"
 """Beginning of the key of a rank that has loaded its layers."""
 NEAR, ALL = "near-", "open-"
 """Beginning of the key of a rank that is connected to the others of its pipeline, or to all."""
-_AWAIT_S = 5.0
-"""Time after which a wait for other ranks asks whether the epoch is abandoned."""
+AWAIT_POLL_S = 1.0
+"""Time after which a wait for other ranks asks whether the epoch has ended."""
 STORE_RANK = 0
 """Rank whose node hosts the epoch's store."""
 _FAILED_RANKS = "failed-ranks"
@@ -65,21 +65,23 @@ def await_ranks(
     ranks: Collection[int],
     timeout_s: float,
     abandon: AbandonSignal,
+    closing: threading.Event,
 ) -> None:
     """Tell the other ranks that `rank` is about to connect, and wait for all of `ranks`.
 
-    Raises EpochAbandoned, and RuntimeError after `timeout_s`, or if the store does not answer.
+    Raises EpochAbandoned, and RuntimeError after `timeout_s`, if `closing` is set, or if the store
+    does not answer.
     """
-    store.set(f"{_HERE}{rank}", "")
-    keys = [f"{_HERE}{other}" for other in ranks]
+    store.set(f"{HERE}{rank}", "")
+    keys = [f"{HERE}{other}" for other in ranks]
     end = time.monotonic() + timeout_s
     while True:
         left_s = max(0.0, end - time.monotonic())
         try:
-            return store.wait(keys, timedelta(seconds=min(left_s, _AWAIT_S)))
+            return store.wait(keys, timedelta(seconds=min(left_s, AWAIT_POLL_S)))
         except DistStoreError:
             abandon.check()
-            if left_s <= _AWAIT_S:
+            if left_s <= AWAIT_POLL_S or closing.is_set():
                 raise
 
 
@@ -92,26 +94,25 @@ def missing_ranks(
     store: PrefixStore | None,
     rank: int,
     ranks: Collection[int],
-    circle: str,
+    circles: Sequence[str],
     abandon: AbandonSignal,
 ) -> tuple[int, ...]:
     """Return those of `ranks` because of which `rank` probably could not connect.
 
-    These are the ranks that have not come to the store; if all have, those that are not connected
-    to all others of the `circle`. () if no other rank is connected: then the cause is unknown. If
-    the store gives no answer for 1 s, the answers before count; without any, it is the store's
-    host. `store`: None if it could not be reached.
+    These are the ranks that are missing in the first of the `circles` (HERE, NEAR, ALL) in which
+    some are. () if all others are missing in a circle after HERE: then the cause is unknown. If the
+    store gives no answer for 1 s, the answers before count; without any, it is the store's host.
+    `store`: None if it could not be reached.
     """
     others = [other for other in ranks if other != rank]
-    here: dict[int, bool] = {}
-    connected: dict[int, bool] = {}
+    found: dict[str, dict[int, bool]] = {circle: {} for circle in circles}
     answered, ended = threading.Event(), threading.Event()
 
     def ask(store: PrefixStore) -> None:
         try:
-            for key, answers in ((_HERE, here), (circle, connected)):
+            for circle, answers in found.items():
                 for other in others:
-                    answers[other] = store.check([f"{key}{other}"])
+                    answers[other] = store.check([f"{circle}{other}"])
                     answered.set()
         except RuntimeError:
             pass
@@ -126,12 +127,11 @@ def missing_ranks(
             if ended.is_set() or abandon.is_set():
                 break
         abandon.unsubscribe(answered.set)
-    absent, alone = _negative(here), _negative(connected)
-    if absent:
-        return absent
-    if alone and len(alone) < len(connected):
-        return alone
-    if len(connected) == len(others):
+    for circle, answers in found.items():
+        absent = _negative(answers)
+        if absent and (circle == HERE or len(absent) < len(answers)):
+            return absent
+    if all(len(answers) == len(others) for answers in found.values()):
         return ()
     return (STORE_RANK,) if rank != STORE_RANK else ()
 

@@ -173,21 +173,3 @@ def test_the_first_plan_moves_nothing() -> None:
     assert (
         {move.kind for move in found.moves} == {FRESH} and found.nbytes == 0 and found.seconds == 0
     )
-
-
-def test_a_pipeline_waits_for_its_own_layers_only() -> None:
-    """Node c takes the layers of b, from a, which serves another pipeline."""
-    old, new = plan_of([[("a", 2)], [("b", 2)]]), plan_of([[("a", 2)], [("c", 2)]])
-    link = links_of(Profile(model="m", layers=(), devices=(), link=LinkProfile(10.0, 1.0)), ())
-    moved = transition(old, new, specs([10, 10]), dead={"b"}, links=link)
-    assert moved.arrival == {"c": 7.0} and moved.sending == {"a": 6.0}
-    assert moved.seconds == 7.0 and moved.waiting_s(new) == 3.5
-
-
-def test_a_sender_of_several_nodes_delays_them_all() -> None:
-    old = plan_of([[("a", 2)], [("b", 2)], [("d", 2)]])
-    new = plan_of([[("a", 2)], [("c", 2)], [("e", 2)]])
-    link = links_of(Profile(model="m", layers=(), devices=(), link=LinkProfile(10.0)), ())
-    moved = transition(old, new, specs([10, 10]), dead={"b", "d"}, links=link)
-    assert moved.arrival == {"c": 12.0, "e": 12.0} and moved.sending == {"a": 12.0}
-    assert moved.waiting_s(new) == 8.0

@@ -84,7 +84,7 @@ def test_memory_that_the_allocator_refuses_is_a_fault_of_the_node() -> None:
 @pytest.mark.parametrize("text", [ECC, NO_MEMORY, "can't start new thread"])
 def test_a_fault_of_the_node_during_a_wait_is_no_link_failure(text: str) -> None:
     """The peer must not be suspected. After abandoning the epoch, errors do not matter."""
-    links = Links(1, 0, 1, torch.device("cpu"), AbandonSignal())
+    links = Links(1, 0, 1, torch.device("cpu"), AbandonSignal(), 1.0)
     with pytest.raises(RuntimeError, match=re.escape(text)), links.translate_errors(1):
         raise RuntimeError(text)
     links.abandon.set("epoch 2")

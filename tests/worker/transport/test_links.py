@@ -18,6 +18,7 @@ from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned,
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
 from elastic.worker.transport.rendezvous import (
     ALL,
+    HERE,
     NEAR,
     await_ranks,
     connect_store,
@@ -183,15 +184,23 @@ def test_the_ranks_that_are_missing_are_suspected() -> None:
     ranks = connect_store(address, 1, DEADLINE_S)
     for rank in (0, 1, 3):
         ranks.set(f"here-{rank}", "")
-    assert missing_ranks(ranks, 0, range(4), NEAR, AbandonSignal()) == (2,), (
+    assert missing_ranks(ranks, 0, range(4), (HERE, NEAR), AbandonSignal()) == (2,), (
         "it has not come to the store"
     )
     ranks.set("here-2", "")
-    assert missing_ranks(ranks, 0, range(4), NEAR, AbandonSignal()) == (), "nobody is connected"
+    assert missing_ranks(ranks, 0, range(4), (HERE, NEAR), AbandonSignal()) == (), (
+        "nobody is connected"
+    )
     for rank in (1, 2):
         tell_connected(ranks, rank, NEAR)
-    assert missing_ranks(ranks, 0, range(4), NEAR, AbandonSignal()) == (3,)
-    assert missing_ranks(None, 2, range(4), NEAR, AbandonSignal()) == (0,)
+    assert missing_ranks(ranks, 0, range(4), (HERE, NEAR), AbandonSignal()) == (3,)
+    four = ranks, 0, range(4), (HERE, NEAR, ALL), AbandonSignal()
+    assert missing_ranks(*four) == (3,), "its pipeline is not connected"
+    tell_connected(ranks, 3, NEAR)
+    assert missing_ranks(*four) == (), "nobody is connected to all"
+    tell_connected(ranks, 1, ALL)
+    assert missing_ranks(*four) == (2, 3)
+    assert missing_ranks(None, 2, range(4), (HERE, NEAR), AbandonSignal()) == (0,)
     del store
 
 
@@ -214,21 +223,21 @@ class SlowStore:
 @pytest.mark.parametrize(("ranks", "answer_s"), [(6, 0.2), (40, 0.02)])
 def test_a_slow_store_is_not_blamed(ranks: int, answer_s: float) -> None:
     store: Any = SlowStore(answer_s)
-    assert missing_ranks(store, 1, range(ranks), ALL, AbandonSignal()) == (2,)
+    assert missing_ranks(store, 1, range(ranks), (HERE, ALL), AbandonSignal()) == (2,)
 
 
 @pytest.mark.parametrize(("answers", "missing"), [(0, 0), (5, 0), (8, 2)])
 def test_the_answers_of_a_store_that_dies_count(answers: int, missing: int) -> None:
     """Of 5 other ranks, it tells which are there, then which are connected."""
     store: Any = SlowStore(0.0, answers)
-    assert missing_ranks(store, 1, range(6), ALL, AbandonSignal()) == (missing,)
+    assert missing_ranks(store, 1, range(6), (HERE, ALL), AbandonSignal()) == (missing,)
 
 
 def open_beside_a_rank_that_never_connects(rank: Rank) -> str:
     """Rank 1 says that it is there, and answers no connection: the path to it is bad."""
     if rank.rank == 1:
         store = connect_store(rank.store, 1, DEADLINE_S)
-        await_ranks(store, 1, (0, 1), DEADLINE_S, AbandonSignal())
+        await_ranks(store, 1, (0, 1), DEADLINE_S, AbandonSignal(), threading.Event())
         return ""
     try:
         rank.open(open_s=0.5)
@@ -273,7 +282,7 @@ def fail_to_reach_another_pipeline(rank: Rank) -> tuple[int, ...]:
     """Rank 2 says that it is there, and answers no connection."""
     if rank.rank == 2:
         store = connect_store(rank.store, 1, DEADLINE_S)
-        await_ranks(store, 2, (0, 1, 2), DEADLINE_S, AbandonSignal())
+        await_ranks(store, 2, (0, 1, 2), DEADLINE_S, AbandonSignal(), threading.Event())
         return ()
     links = rank.open(pipeline=(0, 1), open_s=0.5)
     try:
@@ -291,7 +300,39 @@ def fail_to_reach_another_pipeline(rank: Rank) -> tuple[int, ...]:
 
 def test_a_rank_of_another_pipeline_that_cannot_be_reached_ends_the_epoch() -> None:
     """Both ends of the pipeline leave, and neither is blamed for it."""
-    assert run_ranks(fail_to_reach_another_pipeline, 3) == [(), (), ()]
+    assert run_ranks(fail_to_reach_another_pipeline, 3) == [(2,), (2,), ()]
+
+
+def abandon_before_the_others_come(rank: Rank) -> str:
+    """Rank 1 never comes. The epoch ends while rank 0 has no collective under way."""
+    if rank.rank == 1:
+        return ""
+    abandon = AbandonSignal()
+    links = rank.open(abandon, pipeline=(0,), holder_sets=((0, 1),))
+    abandon.set("a newer epoch")
+    assert links._all_open.wait(DEADLINE_S)
+    try:
+        links.all_reduce(torch.ones(1), (0, 1))()
+    except EpochAbandoned as error:
+        return str(error)
+    return "reduced"
+
+
+def test_a_collective_after_the_epoch_was_abandoned() -> None:
+    assert run_ranks(abandon_before_the_others_come, 2)[0] == "a newer epoch"
+
+
+def close_while_others_load(rank: Rank) -> bool:
+    """Rank 1 never comes. Rank 0 leaves the epoch because of an error of its own."""
+    if rank.rank == 1:
+        return True
+    links = rank.open(pipeline=(0,), holder_sets=((0, 1),))
+    links.close()
+    return threads.wait(DEADLINE_S)
+
+
+def test_no_thread_stays_behind_when_links_are_closed_while_others_load() -> None:
+    assert run_ranks(close_while_others_load, 2) == [True, True]
 
 
 def open_after_long_loading(rank: Rank) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import inf
 
 from elastic.core.health.backup_metrics import MIN_SAMPLES, BackupMetrics
 from elastic.core.health.compute_speed import SAMPLES, ComputeSpeed
@@ -21,7 +22,7 @@ from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing, estimate
-from elastic.planning.placement.migration import CHECKPOINT, Transition, links_of, transition
+from elastic.planning.placement.migration import CHECKPOINT, links_of, transition
 from elastic_sim.steps.engine import JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
 from elastic_sim.steps.policies.lost_work import LostWork, lost_work
@@ -33,8 +34,15 @@ SCHEMES = (
     "recompute+snapshot", "stream+replica", "log+replica", "reduce+replica", "recompute+replica",
 )  # fmt: skip
 NO_NODE_LIMIT = 1 << 20
+CLOCK_START_S = 1.0
+"""Coordinator's time at the beginning of the trace: to its functions, a time of 0 is unknown."""
 DEADLINE_MARGIN_S = 2.0
 """Seconds before the end of a notice at which a step is abandoned, as in the coordinator."""
+
+
+def clock_s(job: JobView) -> float:
+    """Return the coordinator's time."""
+    return CLOCK_START_S + job.now / 1000
 
 
 class OurPolicy(PolicyBase):
@@ -126,7 +134,7 @@ class OurPolicy(PolicyBase):
                 return self._replan(job, (), "slow nodes", boundary=True)
         if self._rechooses_backup(job):
             return self._replan(job, (), "other backup schemes", boundary=True)
-        if self.state.reconsider_at and job.now / 1000 >= self.state.reconsider_at:
+        if self.state.reconsider_at and clock_s(job) >= self.state.reconsider_at:
             self._consider_joining(job)
         return None
 
@@ -140,12 +148,14 @@ class OurPolicy(PolicyBase):
     def _update_members(
         self, job: JobView, joined: Collection[Event], lost: Sequence[Event]
     ) -> None:
-        now = job.now / 1000
+        now = clock_s(job)
         state = join_policy.count_node_seconds(self.state, now, left=len(lost)).of(updated_at=now)
         members = {n: member for n, member in state.members.items() if n in job.alive}
         for event in joined:
             info = self.world.info(event)
-            report = NodeReport(info=info, phase=NodePhase.RUNNING, epoch=state.epoch, able=True)
+            report = NodeReport(
+                info=info, phase=NodePhase.RUNNING, epoch=state.epoch, able=True, accelerated=True
+            )
             members[info.node] = Member(report, seen=now)
         self._drains -= {event.node for event in lost}
         joining = tuple(node for node in state.joining if node in members)
@@ -165,7 +175,7 @@ class OurPolicy(PolicyBase):
         """
         if not job.paused:  # until transfers are complete, the state stays where it was
             self._held = self.state.plan, self._hosts
-        now, (old, hosts) = job.now / 1000, self._held
+        now, (old, hosts) = clock_s(job), self._held
         state = self.state.of(epoch=self.state.epoch + 1, updated_at=now, change=None, plan=old)
         detect_s = 0.0 if boundary or known or not lost else self.detect_s
         self._prefetched = False
@@ -179,11 +189,12 @@ class OurPolicy(PolicyBase):
             if not epoch_change.candidates(state):
                 raise InfeasiblePlan("no node can take a stage at present")
             request = epoch_change.plan_request(state, state.epoch)
-            plan = join_policy.plan_for_change(state, request, now).plan
+            choice = join_policy.plan_for_change(state, request, now)
         except InfeasiblePlan as error:
             self.state, self._nominal = state.of(joining=()), None
             parts, reason = pauses(detect_s=detect_s), f"{cause}; paused: {error}"
             return Reconfiguration(parts, None, to_ms(loss.seconds), back_to, reason)
+        plan = choice.plan
         assert plan is not None
         moved = transition(
             old,
@@ -193,12 +204,13 @@ class OurPolicy(PolicyBase):
             links=links_of(self.world.profile, self._infos()),
             gradients=not boundary,
         )
-        work_s = self._adopt(job, state, plan)
+        again_at = now + choice.retry_s if choice.retry_s < inf else 0.0
+        work_s = self._adopt(job, state, plan, again_at)
         reason = f"{cause}; {plan.reason}"
         if old is None:
             parts = pauses(plan_s=work_s)
             return Reconfiguration(parts, self._nominal, reason=reason, in_force=self._in_force)
-        transfer_s, lost_ms = self._waiting_s(job, plan, moved, loss.seconds), to_ms(loss.seconds)
+        transfer_s, lost_ms = moved.seconds, to_ms(loss.seconds)
         fallback = any(move.kind == CHECKPOINT for move in moved.moves)
         if fallback:
             transfer_s = self.checkpoint_s(job)
@@ -213,30 +225,17 @@ class OurPolicy(PolicyBase):
             parts, self._nominal, lost_ms, back_to, reason, in_force=self._in_force
         )
 
-    def _waiting_s(self, job: JobView, plan: Plan, moved: Transition, again_s: float) -> float:
-        """Return the time by which the transfers of a change lengthen the running step.
+    def _adopt(self, job: JobView, state: JobState, plan: Plan, again_at: float) -> float:
+        """Run `plan` from now on and return the seconds of planning and building groups.
 
-        A pipeline computes as soon as its own nodes have their layers; those that send copies
-        meanwhile are slower. It gets micro-batches accordingly, so that all finish together. But no
-        step ends before the last node has its layers. `again_s`: work of the step that is repeated.
-        """
-        assert self._running is not None
-        slower_s = 0.0
-        for pipeline in plan.pipelines:
-            nodes = [stage.unit.node for stage in pipeline.stages]
-            begin_s = max(moved.arrival.get(node, 0.0) for node in nodes)
-            sends_s = max(moved.sending.get(node, 0.0) for node in nodes)
-            share = len(pipeline.microbatches) / plan.n_microbatches
-            slower_s += share * self.world.physics.contention * max(0.0, sends_s - begin_s)
-        left = 1 - job.progress_ms / job.length_ms
-        left_s = min(self._running.step_s, left * self._running.step_s + again_s)
-        return max(moved.waiting_s(plan) + slower_s, moved.seconds - left_s)
-
-    def _adopt(self, job: JobView, state: JobState, plan: Plan) -> float:
-        """Run `plan` from now on and return the seconds of planning and building groups."""
+        `again_at`: time at which nodes that it leaves idle are considered again; 0: never."""
         considered = tuple(join_policy.member_key(member) for member in state.members.values())
         self.state = state.of(
-            plan=plan, joining=(), considered=considered, reconsider_at=0.0, trimmed=state.epoch
+            plan=plan,
+            joining=(),
+            considered=considered,
+            reconsider_at=again_at,
+            trimmed=state.epoch,
         )
         self._planned_at = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
@@ -247,8 +246,8 @@ class OurPolicy(PolicyBase):
         """If new nodes are worth a change, let them prefetch their layers first."""
         if self._nominal is None or self.state.joining or self.state.plan is None:
             return
-        state = self.state.of(updated_at=job.now / 1000)
-        result = epoch_change.consider_joining(state, job.now / 1000)
+        now = clock_s(job)
+        result = epoch_change.consider_joining(self.state.of(updated_at=now), now)
         if result is None:
             return
         self.state = result[0]
@@ -272,7 +271,7 @@ class OurPolicy(PolicyBase):
                 known, epoch=state.plan.epoch, samples=samples, step=job.steps, unit=1.0
             )
         self.state = state.of(paces=paces)
-        return self._takes_effect(rebalance_stragglers(self.state, job.now / 1000))
+        return self._takes_effect(rebalance_stragglers(self.state, clock_s(job)))
 
     def _rechooses_backup(self, job: JobView) -> bool:
         """Apply the coordinator's backup rule to true bandwidths; return whether the plan changes.
@@ -292,8 +291,9 @@ class OurPolicy(PolicyBase):
             slowed=(1 / (1 - min(profile.contention, 0.99)),) * MIN_SAMPLES,
         )
         gauges = {info.incarnation: gauge for info in self._infos()}
-        state = self.state.of(gauges=gauges, updated_at=job.now / 1000)
-        return self._takes_effect(change_backup(state, job.now / 1000))
+        now = clock_s(job)
+        state = self.state.of(gauges=gauges, updated_at=now)
+        return self._takes_effect(change_backup(state, now))
 
     def _takes_effect(self, result: JobTransition | None) -> bool:
         """Store the state that a rule returned, and return whether the rule began a change."""
