@@ -155,7 +155,7 @@ def _calm_until_use_s(
     """Return the seconds without a loss after which the nodes that `plan` leaves idle are worth a
     change to `best`; infinity: never."""
     idle = set(best.nodes()) - set(plan.nodes())
-    if not idle or not request.effective_profile().link.bytes_per_s:
+    if not idle:
         return inf
     assert state.spec is not None
     ahead = outlook(state, now)

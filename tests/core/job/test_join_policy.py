@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
 from elastic.planning.backup.loss_history import LossHistory
 from elastic.planning.cost.profile import LinkProfile, profile_of
+from elastic.planning.search.search import make_plan
 from tests.core.state_access import plan_of
 from tests.core.world.world import Fault, World
 
@@ -135,6 +137,28 @@ def test_after_many_losses_a_new_node_waits_for_a_calm_period() -> None:
     state = state.of(updated_at=0.0, members=members, watch=watch)
     after, _, _ = transition(state, job.Tick(), state.reconsider_at + 1.0)
     assert after.joining == ("node9",)
+
+
+def test_a_node_that_is_idle_for_a_short_pause_is_used_in_calm_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a loss in rough times the planner keeps whole pipelines and leaves a node idle."""
+    state = running(3)
+    assert state.plan is not None
+    now, request = state.updated_at, change.plan_request(state, state.epoch + 1)
+    kept = make_plan(replace(request, nodes=request.nodes[:2]))
+    rough = LossHistory(events=500.0, node_seconds=1000.0, counted_at=now)
+    state = state.of(history=rough, pauses=(5.0,) * 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(join_policy, "with_whole_pipelines", lambda request, best: kept)
+        choice = join_policy.plan_for_change(state, request, now)
+    assert choice.plan == kept and not choice.aside and 0 < choice.retry_s < inf
+    considered = tuple(map(join_policy.member_key, state.members.values()))
+    again_at = now + choice.retry_s
+    state = state.of(plan=kept, considered=considered, reconsider_at=again_at)
+    assert change.consider_joining(state, again_at - 1.0) is None
+    found = change.consider_joining(join_policy.count_node_seconds(state, again_at), again_at)
+    assert found is not None and len(found[0].joining) == 1, found
 
 
 def away(state: JobState, node: str) -> JobState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,9 @@ def test_three_errors_end_it_also_if_each_comes_alone(tmp_path: Path) -> None:
 
 def hold(run_dir: Path) -> None:
     """Let the run have a living launcher: this process, until it ends."""
-    assert locked(run_dir / "launcher.lock") is not None
+    lock = locked(run_dir / "launcher.lock")
+    assert lock is not None
+    os.write(lock, str(os.getpid()).encode())
 
 
 def test_a_run_without_a_launcher_is_over(tmp_path: Path) -> None:

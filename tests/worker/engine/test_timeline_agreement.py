@@ -64,6 +64,9 @@ class CountedClock(RecordingHooks):
     def recv(self, src: int, tag: int = 0) -> Receive:
         return cast(Receive, _Stamped(self, self._links.recv(src, tag)))
 
+    def check(self) -> None:
+        self._links.check()
+
     def flush(self) -> None:
         self.now, self._pending = self.now + self._pending, 0.0
         self._links.flush()

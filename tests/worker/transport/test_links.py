@@ -284,7 +284,7 @@ def fail_to_reach_another_pipeline(rank: Rank) -> tuple[int, ...]:
         store = connect_store(rank.store, 1, DEADLINE_S)
         await_ranks(store, 2, (0, 1, 2), DEADLINE_S, AbandonSignal(), threading.Event())
         return ()
-    links = rank.open(pipeline=(0, 1), open_s=0.5)
+    links = rank.open(pipeline=(0, 1), open_s=5.0)
     try:
         if rank.rank == 0:
             links.recv(1).wait()
