@@ -150,6 +150,9 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
     """Return the planner's input for the available members."""
     assert state.spec is not None
     outlook = join_policy.outlook(state, state.updated_at)
+    change = state.change
+    # A change for new nodes was found to pay. Keeping the pipelines without them would undo it.
+    joins = change is not None and not change.lost and change.causes[0].kind is CauseKind.JOIN
     return PlanRequest(
         spec=state.spec,
         nodes=tuple(_with_keeping(state, mb.report.info) for mb in candidates(state)),
@@ -164,6 +167,7 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
         slow=slowdowns(state),
         hazard_per_s=outlook.hazard_per_s,
         pause_s=outlook.pause_in_s,
+        keeps_pipelines=not joins,
         weighing=backup_conditions(state),
     )
 

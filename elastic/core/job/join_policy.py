@@ -121,7 +121,7 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
     """
     request = replace(request, pause_s=0.0)
     best = make_plan(replace(request, keeps_pipelines=False))
-    plan = with_whole_pipelines(request, best)
+    plan = with_whole_pipelines(request, best) if request.keeps_pipelines else best
     ahead = outlook(state, now, anyway=True)
     aside: list[str] = []
     reasons: list[str] = []

@@ -208,10 +208,11 @@ def _search(request: PlanRequest, kinds: NodeKinds, share: float) -> _SearchResu
             problem = _problem(request, kinds, share)
         partial = incremental.replan_free_nodes(request, problem, kinds)
         if partial is not None:
+            solution = Solution(partial.shapes, partial.seconds)
+            kept = _SearchResult(solution, kinds, problem.model, kept=partial.kept)
             whole = Solution((*(s for _, s in partial.kept), *partial.shapes), partial.seconds)
-            if not _is_simulated(problem) or _is_near_best(request, kinds, problem, whole):
-                solution = Solution(partial.shapes, partial.seconds)
-                return _SearchResult(solution, kinds, problem.model, kept=partial.kept)
+            faster = _faster(request, kinds, problem, whole) if _is_simulated(problem) else None
+            return faster or kept
     return _search_free_shape(request, kinds, problem, small)
 
 
@@ -221,13 +222,19 @@ def _is_simulated(problem: Problem) -> bool:
     return len(problem.counts) == 1 and sum(problem.counts) <= column_search.LARGE_CLUSTER
 
 
-def _is_near_best(
-    request: PlanRequest, kinds: NodeKinds, problem: Problem, found: Solution
-) -> bool:
-    """Return whether a plan that keeps pipelines is nearly as fast as the best one, simulated."""
-    best = _search_free_shape(request, kinds, problem, small=False).solution
-    kept_s, best_s = (evaluate.simulated_step_seconds(problem.model, one) for one in (found, best))
-    return kept_s <= best_s * (1 + incremental.MAX_GAP)
+def _faster(
+    request: PlanRequest, kinds: NodeKinds, problem: Problem, whole: Solution
+) -> _SearchResult | None:
+    """Return the best plan if it is clearly faster than `whole`, which keeps pipelines; else None.
+    Both are simulated."""
+    try:
+        best = _search_free_shape(request, kinds, problem, small=False)
+    except InfeasiblePlan:
+        return None
+    kept_s, best_s = (
+        evaluate.simulated_step_seconds(problem.model, one) for one in (whole, best.solution)
+    )
+    return best if kept_s > best_s * (1 + incremental.MAX_GAP) else None
 
 
 def _search_free_shape(

@@ -192,7 +192,10 @@ class Links:
             with _closed_on_error(opened):
                 links._run(partial(tell_connected, control.store, rank, NEAR), within_s)
         except RuntimeError as error:
-            raise links._not_open(error, near, HERE, NEAR) from error
+            found = links._not_open(error, near, HERE, NEAR)
+            if found is error:  # an error that is its own cause would never be read to its end
+                raise
+            raise found from error
         links.control, links.data = opened
         abandon.subscribe(links.close)
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
@@ -285,9 +288,10 @@ class Links:
         except EpochAbandoned:
             pass
         except Exception as error:  # noqa: BLE001 - `check` raises it on the main thread
-            with contextlib.suppress(EpochAbandoned):
-                self._open_error = self._why_apart(error, everybody)
-                self.close()
+            if not self._closing.is_set():  # else the main thread has left, with its own error
+                with contextlib.suppress(EpochAbandoned):
+                    self._open_error = self._why_apart(error, everybody)
+                    self.close()
         finally:
             self._all_open.set()
 

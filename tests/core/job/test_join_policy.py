@@ -12,7 +12,7 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.job import epoch_change as change
 from elastic.core.job import join_policy
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
@@ -159,6 +159,17 @@ def test_a_node_that_is_idle_for_a_short_pause_is_used_in_calm_times(
     assert change.consider_joining(state, again_at - 1.0) is None
     found = change.consider_joining(join_policy.count_node_seconds(state, again_at), again_at)
     assert found is not None and len(found[0].joining) == 1, found
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(CauseKind.JOIN, False), (CauseKind.DRAIN, True)])
+def test_a_change_for_a_new_node_does_not_keep_the_pipelines_without_it(
+    kind: CauseKind, keeps: bool
+) -> None:
+    """The pause was weighed before. Weighed again, it could lead to a change for nothing."""
+    state = running(3)
+    cause = Cause(kind, "node2", ("node2",))
+    state, _, _ = change.begin_change(state, cause, state.updated_at, boundary=True)
+    assert change.plan_request(state, state.epoch).keeps_pipelines is keeps
 
 
 def away(state: JobState, node: str) -> JobState:

@@ -13,6 +13,7 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.link_shaping import LinkShaper
+from elastic.worker.transport import links as links_module
 from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
@@ -151,6 +152,18 @@ def test_a_store_that_cannot_be_reached() -> None:
         open_without_store("127.0.0.1:1")
     with pytest.raises(FieldError, match="host:port"):
         open_without_store("nonsense")
+
+
+def test_a_fault_of_this_node_is_no_cause_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of causes without an end would be followed for ever."""
+
+    def broken(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(links_module, "connect_store", broken)
+    with pytest.raises(torch.AcceleratorError) as caught:
+        open_without_store("127.0.0.1:1")
+    assert caught.value.__cause__ is not caught.value
 
 
 def test_a_node_without_threads_opens_no_links(monkeypatch: pytest.MonkeyPatch) -> None:

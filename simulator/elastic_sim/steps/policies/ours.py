@@ -127,7 +127,8 @@ class OurPolicy(PolicyBase):
         if self._drains and self._drains & self._needed():
             return self._replan(job, (), "drain", boundary=True)
         if self._prefetched and self.state.joining:
-            return self._replan(job, (), f"join {' '.join(self.state.joining)}", boundary=True)
+            cause = f"join {' '.join(self.state.joining)}"
+            return self._replan(job, (), cause, boundary=True, joins=True)
         if job.slow or any(pace.factor != 1.0 for pace in self.state.paces.values()):
             self._slow_steps += 1
             if self._slow_steps == SAMPLES and self._replans_for_stragglers(job):
@@ -167,11 +168,19 @@ class OurPolicy(PolicyBase):
     # ---- decisions ----
 
     def _replan(
-        self, job: JobView, lost: Sequence[str], cause: str, *, boundary: bool, known: bool = False
+        self,
+        job: JobView,
+        lost: Sequence[str],
+        cause: str,
+        *,
+        boundary: bool,
+        known: bool = False,
+        joins: bool = False,
     ) -> Reconfiguration:
         """Begin a new epoch for the nodes present and return its plan, transfers, and their time.
 
         `boundary`: at the end of a step. `known`: the loss was announced and needs no detection.
+        `joins`: nodes join, which was found to pay.
         """
         if not job.paused:  # until transfers are complete, the state stays where it was
             self._held = self.state.plan, self._hosts
@@ -189,6 +198,7 @@ class OurPolicy(PolicyBase):
             if not epoch_change.candidates(state):
                 raise InfeasiblePlan("no node can take a stage at present")
             request = epoch_change.plan_request(state, state.epoch)
+            request = replace(request, keeps_pipelines=not joins)
             choice = join_policy.plan_for_change(state, request, now)
         except InfeasiblePlan as error:
             self.state, self._nominal = state.of(joining=()), None
