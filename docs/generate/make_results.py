@@ -434,7 +434,8 @@ This page gives the measured figures of the runtime, missed targets included. Fo
 
 
 def value(results: dict[str, dict[str, Any]], name: str, begin: str) -> float:
-    """Value of the first row of `name` whose metric begins so. KeyError if there is none."""
+    """Return the value of the first row of `name` whose metric begins with `begin`. Raises
+    KeyError if there is none."""
     for row in results[name]["rows"]:
         if row["metric"].startswith(begin):
             return float(row["value"])

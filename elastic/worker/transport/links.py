@@ -127,6 +127,7 @@ class Links:
         """Set when all ranks are connected, or cannot be (`_open_error`)."""
         self._open_error: Exception | None = None
         self._closing = threading.Event()
+        """Set by `close`: the thread that connects all ranks ends."""
 
     @classmethod
     def open(

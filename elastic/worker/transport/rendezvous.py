@@ -32,6 +32,7 @@ STORE_RANK = 0
 _FAILED_RANKS = "failed-ranks"
 """Key of the ranks that the first rank to notice a failure suspects."""
 _NOBODY = "-"
+"""Value of that key if ranks cannot reach each other, and none of them is suspected."""
 
 
 def host_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
