@@ -47,7 +47,7 @@ from elastic.rpc.bulk import transfer
 from elastic.rpc.control import client, event_loop, server
 from elastic.rpc.security import rejections, tls
 from elastic.store import open_store
-from elastic.worker.engine import step
+from elastic.worker.engine import evaluation_runner, step
 from elastic.worker.transport import links
 from tests.simulation.control import (
     SimCoordinatorSession,
@@ -368,6 +368,7 @@ def _replacements(world: Any) -> dict[Any, Any]:
         output.Output: NoOutput,
         links.Links: world.links,
         step.StepRunner: world.steps,
+        evaluation_runner.EvaluationRunner: world.evaluations,
     }
 
 

@@ -45,6 +45,10 @@ def updated(value: bytes, gradient: Tensor) -> bytes:
     return hashlib.blake2b(value + bytes(as_memory(gradient.contiguous()))).digest()
 
 
+def digest_of(value: bytes) -> int:
+    return int.from_bytes(value[:8], "little")
+
+
 def run_of(version: int, value: bytes) -> bytes:
     """Return a state as the bytes of `elastic.domain.state_layout`."""
     row = ("param/w", "uint8", (STATE_BYTES,), -1)
@@ -75,6 +79,29 @@ def expected_sha256(spec: JobSpec) -> str:
     """Return the hash of the parameters after a run without failures."""
     runs = (expected_run(spec, spec.n_steps, layer) for layer in range(spec.n_layers))
     return params_sha256([[memoryview(run)] for run in runs])
+
+
+def loss_of(digest: int, index: int) -> float:
+    """Return the loss of micro-batch `index` of an evaluation of the last layer with this state,
+    or what another layer reports of it."""
+    return float(digest % 100_003 + index)
+
+
+def figure_of(layer: int) -> str:
+    """Return the name of the figure that a layer reports."""
+    return f"layer {layer}"
+
+
+def expected_figures(spec: JobSpec, version: int) -> dict[str, float]:
+    """Return the figures of the evaluation after `version` steps, in a run without failures. The
+    figure of the last layer is the loss."""
+    indices = range(spec.evaluation_microbatches)
+    found = {}
+    for layer in range(spec.n_layers):
+        digest = digest_of(_values(spec, layer)[version])
+        values = [loss_of(digest, index) for index in indices]
+        found[figure_of(layer)] = sum(values) / len(values)
+    return found
 
 
 class ModelSum:
@@ -170,7 +197,7 @@ class ModelReplica(ModelSum):
     # ---- the state ----
 
     def digest(self) -> int:
-        return int.from_bytes(self.value[:8], "little")
+        return digest_of(self.value)
 
     def state_run(self) -> Tensor:
         data = np.frombuffer(run_of(self.version, self.value), dtype=np.uint8)

@@ -6,11 +6,14 @@ the right node, at the right time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.policy.progress_watchdog import NO_FAILURE
+from elastic.domain.types import JobSpec
+from tests.simulation.model import expected_figures, figure_of
 
 FLIGHT_S = 1.0
 """The last messages of a node that was destroyed arrive at most this long afterwards."""
@@ -155,6 +158,27 @@ def steps_unreported(
             )
         )
     ]
+
+
+def evaluations_wrong(events: Sequence[dict[str, Any]], spec: JobSpec) -> list[str]:
+    """Each evaluation that is due is reported with its step, and once, and has the values of a run
+    without failures. The last one is reported with the end of the job."""
+    found = of(events, "evaluation")
+    done = Counter(event["step"] for event in of(events, "step"))
+    done[spec.n_steps] = len(of(events, "end"))
+    reported = Counter(event["step"] for event in found)
+    wrong = [
+        f"the evaluation after step {version} is reported {reported[version]} times, its step "
+        f"{count} times"
+        for version, count in sorted(done.items())
+        if reported[version] != (count if spec.evaluates(version) else 0)
+    ]
+    for event in found:
+        wanted = expected_figures(spec, event["step"])
+        loss = wanted[figure_of(spec.n_layers - 1)]
+        if event["figures"] != wanted or event["loss"] != loss:
+            wrong.append(f"the evaluation after step {event['step']} has other values: {event}")
+    return wrong
 
 
 def _unrecorded(faults: Sequence[Injected], report: Reported) -> bool:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from elastic.domain.types import JobSpec, LayerSpec
+from tests.simulation.model import expected_figures, figure_of
 from tests.simulation.oracles import (
     Injected,
     Reported,
     checkpoints_missing,
+    evaluations_wrong,
     out_of_memory,
     steps_unreported,
     too_many_epochs,
@@ -159,3 +162,40 @@ def test_only_a_majority_without_memory_may_end_the_job() -> None:
     assert not out_of_memory(joined, [one, two], 20.0, "workers crashed 4 times; OSError")
     lost_one = {"kind": "lost", "at": 9.0, "node": "node2"}
     assert out_of_memory([*joined, lost_one], [one], 20.0, why)
+
+
+SPEC = JobSpec(
+    layers=(LayerSpec(3000, 6000, 50, 1.0, 2.0),) * 2,
+    n_microbatches=4,
+    n_steps=3,
+    evaluate_every=2,
+    evaluation_microbatches=3,
+)
+DONE: list[dict[str, Any]] = [{"kind": "step", "step": step} for step in range(3)]
+ENDED = {"kind": "end"}
+
+
+def evaluated(version: int, added: float = 0.0) -> dict[str, Any]:
+    figures = expected_figures(SPEC, version)
+    loss = figures[figure_of(1)] + added
+    return {"kind": "evaluation", "step": version, "loss": loss, "figures": figures}
+
+
+def test_each_evaluation_is_reported_once_with_its_step() -> None:
+    both = [evaluated(2), evaluated(3)]
+    assert not evaluations_wrong([*DONE, *both, ENDED], SPEC)
+    assert not evaluations_wrong([*DONE, evaluated(2)], SPEC), "no event of the end"
+    assert not evaluations_wrong([*DONE[:2], evaluated(3), ENDED], SPEC), "no event of step 2"
+    assert not evaluations_wrong([*DONE, DONE[2], evaluated(2), *both, ENDED], SPEC), "done again"
+    (missing,) = evaluations_wrong([*DONE, evaluated(3), ENDED], SPEC)
+    assert missing == "the evaluation after step 2 is reported 0 times, its step 1 times"
+    assert evaluations_wrong([*DONE, evaluated(2), ENDED], SPEC), "the last one is missing"
+    assert evaluations_wrong([*DONE, evaluated(2), *both, ENDED], SPEC), "doubled"
+    assert evaluations_wrong([*DONE, evaluated(1), *both, ENDED], SPEC), "not due"
+
+
+def test_an_evaluation_has_the_values_of_a_run_without_failures() -> None:
+    (wrong,) = evaluations_wrong([*DONE, evaluated(2, 1.0), evaluated(3), ENDED], SPEC)
+    assert wrong.startswith("the evaluation after step 2 has other values")
+    other = {**evaluated(2), "figures": expected_figures(SPEC, 1)}
+    assert evaluations_wrong([*DONE, other, evaluated(3), ENDED], SPEC)

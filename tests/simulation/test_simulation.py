@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from elastic.core.policy import progress_watchdog
 from elastic.core.protocol.messages import StepDone, Stop
 from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable, VaultError
 from elastic.store import checkpoint_directory, checkpoint_format
+from elastic.worker.epoch_session import EpochSession
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.simulation.control import SimServerSession
 from tests.simulation.kept import kept
@@ -320,6 +322,22 @@ def test_epochs_without_a_pause_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(progress_watchdog, "MOST_FAILED", 100)
     monkeypatch.setattr(transitions, "CONTACT_FACTOR", 1.0)
     assert any("epochs in 60 s without a step" in text for text in run(QUIET).problems)
+
+
+def test_an_evaluation_that_a_recovery_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = (Fault("worker-kill", 0.5, 0, 0, 0.0),)
+    job = dataclasses.replace(QUIET, evaluate_every=1, faults=faults, in_training=True)
+    outcome = run(job)
+    assert not outcome.problems
+    assert [e["step"] for e in outcome.events if e["kind"] == "evaluation"] == [1, 2, 3, 4]
+    evaluate = EpochSession._evaluate
+
+    def forgetful(self: EpochSession, steps: Any, version: int) -> object:
+        first = self._order.epoch == 1
+        return evaluate(self, steps, version) if first else None
+
+    monkeypatch.setattr(EpochSession, "_evaluate", forgetful)
+    assert any("the evaluation after step 4 is reported 0" in text for text in run(job).problems)
 
 
 def test_a_wrong_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """A worker process: the real `EpochSession` over a model of the training and of the transport.
 
 Real are the connection to the agent, the session of each epoch, loading by recipes, the backups
-(`Protection`, `Publisher`, `ActivationLog`) and the final hash. `ModelLinks` and `ModelSteps` stand
-in for `Links` and `StepRunner`: they compute as a delay, do not wait for the micro-batches of other
-stages, and meet the other workers at the reduction and the commit.
+(`Protection`, `Publisher`, `ActivationLog`) and the final hash. `ModelLinks`, `ModelSteps` and
+`ModelEvaluations` stand in for `Links`, `StepRunner` and `EvaluationRunner`: they compute as a
+delay, do not wait for the micro-batches of other stages, and meet the other workers at the
+reduction, at the commit and after an evaluation.
 """
 
 from __future__ import annotations
@@ -20,12 +21,24 @@ from torch import Tensor
 
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.timeouts import budget
+from elastic.domain import codec
 from elastic.domain.errors import LedgerError
-from elastic.domain.types import ACTIVATION, COTANGENT, WHOLE, Accumulate, Portion, StepRecord, Unit
+from elastic.domain.types import (
+    ACTIVATION,
+    COTANGENT,
+    WHOLE,
+    Accumulate,
+    EvaluationResult,
+    Portion,
+    StepRecord,
+    Unit,
+)
+from elastic.planning.schedule.schedule import Kind
 from elastic.rpc.frames import version_in
 from elastic.worker.backup.activation_log import LoggedMessage
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
+from elastic.worker.engine import evaluation_runner
 from elastic.worker.engine.commit import Contribution, LayerContribution, compare
 from elastic.worker.engine.step import StepResult
 from elastic.worker.epoch_session import EpochSession
@@ -33,7 +46,7 @@ from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.values import Message
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.device_fault import crash_on_node_fault
-from tests.simulation.model import ModelReplica, whole_gradient
+from tests.simulation.model import ModelReplica, figure_of, loss_of, whole_gradient
 from tests.simulation.network import Endpoint
 from tests.simulation.oracles import Reported
 from tests.simulation.scheduler import Process, Task
@@ -106,7 +119,9 @@ class Context:
         self.replicas: dict[int, Any] = {}
         self.protection: Any = None
         self.evaluated: Any = None
-        self.injector = SimpleNamespace(recoveries=0, reach=lambda *_: None)
+        self.injector = SimpleNamespace(
+            recoveries=0, reach=lambda *_: None, stretch=lambda seconds: None
+        )
         optimizer = SimpleNamespace(check=lambda **_: None, lr=lambda step: 0.1, clip_norm=None)
         self.job = SimpleNamespace(
             stack=SimpleNamespace(tied_trained=(), varying=False),
@@ -115,7 +130,8 @@ class Context:
             accumulate=Accumulate.EXACT,
             data=lambda step, index: None,
             typical_weight=1.0,
-            evaluation=None,
+            evaluation=SimpleNamespace(microbatches=world.spec.evaluation_microbatches),
+            evaluation_weight=lambda microbatch: 1.0,
         )
 
     def on_acked(self, acked: m.BundleAcknowledged) -> None:
@@ -265,7 +281,7 @@ class ModelSteps:
         step: int,
         todo: Sequence[tuple[int, ...]],
         covered: Mapping[int, frozenset[int]],
-        evaluation: None,
+        evaluation: EvaluationResult | None,
     ) -> StepResult:
         began = self._world.scheduler.now
         self.step = self.runner.step = step
@@ -279,7 +295,8 @@ class ModelSteps:
             self._microbatch(index, 0, self._world.spec.n_layers, covered)
         reduced, halt_epoch = self._reduce_and_commit()
         spec = self._world.spec
-        record = StepRecord(step, 1.0, 1.0, float(step), ledgers=spec.n_layers * spec.tp)
+        ledgers = spec.n_layers * spec.tp
+        record = StepRecord(step, 1.0, 1.0, float(step), ledgers=ledgers, evaluation=evaluation)
         self.record = record
         for replica in self._p.replicas:
             if replica.index == spec.n_layers - 1:
@@ -288,6 +305,9 @@ class ModelSteps:
         self._world.step_done(self.step, self._links)
         seconds = self._world.scheduler.now - began
         return StepResult(record, halt_epoch, 0.1, seconds)
+
+    def protect(self) -> None:
+        self._p.protection.enter()
 
     def verify(self, step: int) -> None:
         mine = self._contribution(step, -1, self._p.checks.verify_every > 0)
@@ -396,3 +416,39 @@ class ModelSteps:
             p.protection.retire(replica)
         p.protection.after_update()
         self._position.update("wait", self.step)
+
+
+class ModelEvaluations:
+    """Interface of `elastic.worker.engine.evaluation_runner.EvaluationRunner`."""
+
+    def __init__(self, world: Any, **parts: Any) -> None:
+        self._world, self._p = world, SimpleNamespace(**parts)
+
+    def run(self, version: int, known: EvaluationResult | None) -> EvaluationResult:
+        """Return the result of `version`: one that a worker knows, or a new one."""
+        p, spec = self._p, self._world.spec
+        mine = codec.dumps(known) if known is not None and known.step == version else ""
+        texts = p.links.all_gather(("known", version), mine, 200)
+        if found := next((texts[rank] for rank in sorted(texts) if texts[rank]), ""):
+            return codec.loads(EvaluationResult, found)
+        began = self._world.scheduler.now
+        member = p.roster.members[p.links.rank]
+        losses: list[tuple[int, float, float]] = []
+        figures: list[tuple[str, int, float]] = []
+        for index in evaluation_runner.shares(p.plan, p.microbatches)[member.pipeline]:
+            p.before(version, Kind.F, index)
+            seconds = self._world.microbatch_s * self._world.scheduler.uniform(0.2, 0.6)
+            self._world.scheduler.sleep(seconds)
+            p.links.check()
+            for replica in p.replicas:
+                assert replica.version == version
+                name, value = figure_of(replica.index), replica.digest()
+                figures.append((name, index, loss_of(value, index)))
+                if replica.index == spec.n_layers - 1:
+                    losses.append((index, loss_of(value, index), 1.0))
+            p.after(seconds)
+        seconds = self._world.scheduler.now - began
+        share = evaluation_runner.Contribution(tuple(losses), tuple(figures), seconds)
+        shares = p.links.all_gather(("evaluation", version), share, 1000)
+        contributions = [shares[rank] for rank in sorted(shares)]
+        return evaluation_runner.combined(version, p.plan.epoch, contributions, p.microbatches)

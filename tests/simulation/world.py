@@ -99,6 +99,7 @@ SHARE, MESSAGES = 0.4, 4
 """For the expected length of a step: share of its micro-batches on one node, and messages."""
 TRAINING_S, LONG_JOB_S = 4.0, 300.0
 """Least expected lengths of the training: of a job, and of one that outlasts a long bad path."""
+EVALUATION_MICROBATCHES = 3
 WRITER = -1
 """In the place of a node's number: one that has written to its disk."""
 WRITTEN_S = 0.1
@@ -173,6 +174,8 @@ class Scenario:
     """Time that a node has to leave after a signal; with several coordinators it has none."""
     in_training: bool = False
     """Whether the times of the faults count from the first finished step."""
+    evaluate_every: int = 0
+    """The model is evaluated after every so many steps, and at the end; 0: never."""
 
     @property
     def training_s(self) -> float:
@@ -222,6 +225,7 @@ def scenario_of(seed: int) -> Scenario:
         preemption=rng.choice((0.01, 0.05, 0.3)),
         grace_s=rng.choice((0.0, 5.0, 30.0)),
         in_training=in_training,
+        evaluate_every=rng.choice((0, 0, 1, 3)),
     )
 
 
@@ -322,6 +326,8 @@ class World:
             n_microbatches=scenario.microbatches,
             n_steps=scenario.steps,
             checkpoint_every=scenario.checkpoint_every,
+            evaluate_every=scenario.evaluate_every,
+            evaluation_microbatches=EVALUATION_MICROBATCHES if scenario.evaluate_every else 0,
         )
         self.meetings: dict[int, dict[int, worker.ModelLinks]] = {}
         self.problems: list[str] = []
@@ -388,6 +394,9 @@ class World:
     def steps(self, **parts: Any) -> worker.ModelSteps:
         return worker.ModelSteps(self, **parts)
 
+    def evaluations(self, **parts: Any) -> worker.ModelEvaluations:
+        return worker.ModelEvaluations(self, **parts)
+
     def start_worker(self, parent: Process, env: dict[str, str]) -> Process:
         process = self._process(f"worker-of-{env['ELASTIC_NODE']}", parent.host)
         self.workers[process.pid] = process
@@ -404,7 +413,7 @@ class World:
         if not process.alive:
             return None
         agent, mute = process.local.get("agent"), "mute" in process.local
-        busy = agent is None or agent.position.activity == "compute"
+        busy = agent is None or agent.position.activity in ("compute", "evaluate")
         if busy and not process.stopped and not mute:
             self._cpu[pid] += 1
         return ProcessSample(rank, process.stopped, self._cpu[pid] / 10)
@@ -907,6 +916,8 @@ class World:
         unknown = oracles.steps_unreported(events, self.faults, self.spec.n_steps, self.reports)
         if unknown:
             self.violation(f"steps {unknown} were not reported")
+        for text in oracles.evaluations_wrong(events, self.spec):
+            self.violation(text)
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []
         complete = frozenset(step for step in due if self._readable(step))
