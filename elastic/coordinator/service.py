@@ -102,6 +102,8 @@ ANSWER_S = 10.0
 """Limit on the time to answer a request of the command line; the command itself waits less."""
 NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.CertificatesRead, HealthReport, type(None))
 """Events that need a save only if actions follow; type(None) stands for the rules."""
+BAD_NEWS = ("lost", "paused", "doubt")
+"""Kinds of entries whose decision is logged as a warning."""
 COLLECTIONS = 20_000, 20, 50
 """Thresholds of the garbage collector. States are large and have no reference cycles; with Python's
 defaults the collector looked at them so often that it took a seventh of the time."""
@@ -510,7 +512,9 @@ class Coordinator:
         if before.spec is None and self._state.spec is not None:
             self._record("job", job_entry(self._state.spec))
         if reason and (actions or new_phase):
-            log.info("%s: %s", "rules" if event is None else type(event).__name__, reason)
+            worse = any(isinstance(a, job.LogEntry) and a.kind in BAD_NEWS for a in actions)
+            level = logging.WARNING if worse else logging.INFO
+            log.log(level, "%s: %s", "rules" if event is None else type(event).__name__, reason)
             phase, epoch = self._state.phase.value, self._state.epoch
             self._record("decision", {"phase": phase, "epoch": epoch, "reason": reason})
         for action in actions:

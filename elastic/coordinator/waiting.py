@@ -107,6 +107,11 @@ def waiting(state: JobState) -> Waiting | None:
         step, failure = checkpoints.due_at_failure(state), state.failure
         then = f"the job then ends: {failure.node}: {failure.failed.message}"
         return Waiting(f"the checkpoint of step {step}", failure.at, then)
+    if state.doubt_reported:
+        what = "the nodes: this coordinator hears too few of them, so it blames its own network"
+        limit_s = state.limits.doubt_s
+        then = f"it decides again when it hears most of them, or after up to {limit_s:g} s"
+        return Waiting(what, state.doubt_since, f"{then}; nodes that train go on")
     match state.phase:
         case JobPhase.WAITING:
             return _for_nodes(state)
@@ -282,6 +287,11 @@ def _for_plan(state: JobState) -> Waiting:
         what = f"{absent}, because {state.missing.error}"
         then = "the job continues when they return with their copies"
         return Waiting(what, state.missing.since, then)
+    leaving = sorted(node for node, mb in state.members.items() if mb.draining)
+    if leaving and len(leaving) == len(state.members):
+        what = f"nodes that stay: all that are here are leaving ({names(leaving)})"
+        then = "the job continues when others join; once the last has left, from a checkpoint"
+        return Waiting(what, state.watch.since, then)
     why = state.change.reason if state.change is not None else ""
     what = f"a plan that fits{f': {why}' if why else ''}"
     return Waiting(what, state.watch.since, "the job continues when more nodes join")

@@ -290,6 +290,24 @@ def test_paused_doubting_and_without_a_store() -> None:
     assert watch.look(state(JobPhase.FINISHED), NOW) is None
 
 
+def test_a_coordinator_that_doubts_itself_waits_for_the_nodes() -> None:
+    halting = state(JobPhase.HALTING, member("a", NodePhase.RUNNING), change=CHANGE, spec=spec(9))
+    assert "to halt" in found(halting).what
+    doubts = found(halting.of(doubt_since=70.0, doubt_reported=True))
+    assert (
+        doubts.what.startswith("the nodes: this coordinator hears too few") and doubts.since == 70
+    )
+    assert "or after up to 30 s; nodes that train go on" in doubts.ends
+
+
+def test_a_job_whose_nodes_all_leave_says_so() -> None:
+    here = [replace(member(n, NodePhase.RUNNING), draining=True) for n in ("b", "a")]
+    leaving = found(state(JobPhase.PAUSED, *here, spec=spec(9)))
+    assert leaving.what == "nodes that stay: all that are here are leaving (a b)"
+    stays = state(JobPhase.PAUSED, here[0], member("a", NodePhase.RUNNING), spec=spec(9))
+    assert found(stays).what == "a plan that fits"
+
+
 def test_a_store_without_room() -> None:
     full = store_wait("etcd://a:1", full=True, since=NOW)
     assert full.what == "room in the store etcd://a:1, which is full (NOSPACE)"

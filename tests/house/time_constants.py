@@ -174,6 +174,7 @@ CONSTANTS = {
     "rpc/bulk/transfer.py KEEPALIVE_INTERVAL_S": "evidence",
     "rpc/control/channel_options.py CONNECT_TIMEOUT_S": "interval",
     "rpc/control/channel_options.py IDLE_S": "evidence",
+    "rpc/control/channel_options.py RESOLUTION_S": "interval",
     "rpc/control/channel_options.py MAX_ATTEMPTS_PER_S": "interval",
     "rpc/control/channel_options.py REFUSED_RETRY_MAX_S": "interval",
     "rpc/control/channel_options.py RETRY_MAX_S": "interval",

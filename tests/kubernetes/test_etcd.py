@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,23 @@ def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path)
         assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, (
             "members speak plain text"
         )
+
+
+def test_members_with_empty_volumes_found_no_second_etcd(tmp_path: Path) -> None:
+    """Two of three volumes are lost. The member that is left is asked at once, although it may know
+    the names of the new pods with their former addresses."""
+    with job_cluster(tmp_path, "job", 2, "--overlay", "spot-pool") as cluster:
+        members = cluster.start("etcd")
+        wait_for("etcd", lambda: all(pod.ready() for pod in members), cluster)
+        lost = members[::2]
+        for pod in lost:
+            cluster.kill(pod)
+            shutil.rmtree(pod.volume("/elastic/etcd"))
+        empty = [cluster.replace(pod) for pod in lost]
+        wait_for("their end", lambda: not any(pod.running for pod in empty), cluster)
+        for pod in empty:
+            assert "has already been bootstrapped" in pod.log, pod.log
+            assert "elected leader" not in pod.log
 
 
 class Members:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ from elastic.rpc.control.client import CoordinatorSession, call
 from elastic.rpc.control.server import Server
 from elastic.rpc.security.rejections import Reason
 from elastic.rpc.security.tls import SecuritySettings
+from tests.launcher.helpers import wait_until
 from tests.rpc.conftest import Recorder
 from tests.rpc.test_several import free_address
-from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
+from tests.security.parts import TOKEN, WRONG, Authority, refused, rejected, secure
 
 
 class Bench(Recorder):
@@ -111,3 +115,32 @@ def test_another_authority_at_one_address_is_not_followed(
     session.close()
     for bench in (stranger, ours):
         bench.server.close()
+
+
+@contextlib.contextmanager
+def silence(address: str) -> Iterator[None]:
+    """At `address`, connections are neither accepted nor refused."""
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(socket.create_server((host, int(port)), backlog=0))
+        for _ in range(4):
+            waits = stack.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex((host, int(port)))
+        yield
+
+
+def test_an_address_that_does_not_answer_refuses_nobody(
+    places: list[str], authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of a coordinator's pod that is being replaced."""
+    caplog.set_level(logging.INFO)
+    before = rejected(Reason.HANDSHAKE, "agent")
+    callbacks: dict[str, Any] = dict.fromkeys(("on_message", "on_up", "on_down"), lambda *_: None)
+    with silence(places[0]):
+        session = CoordinatorSession(
+            places[0], sender="node0", secure=secure(authority.good), **callbacks
+        )
+        assert wait_until(lambda: "tcp handshaker shutdown" in caplog.text), caplog.text
+        session.close()
+    assert rejected(Reason.HANDSHAKE, "agent") == before

@@ -334,7 +334,7 @@ def _halt_line(event: Entry) -> str:
 
 
 def _paused_line(event: Entry) -> str:
-    return f"paused: {_field(event, 'why')}; the job continues when a plan fits"
+    return f"warning: paused: {_field(event, 'why')}; the job continues when a plan fits"
 
 
 def _restart_line(event: Entry) -> str:

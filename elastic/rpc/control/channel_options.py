@@ -15,6 +15,9 @@ MAX_ATTEMPTS_PER_S = 1000
 """Limit on the attempts to connect of all nodes of a job per second."""
 CONNECT_TIMEOUT_S = 2.0
 """Time limit of an attempt to connect, where another one follows. It is longer in large jobs."""
+RESOLUTION_KEY, RESOLUTION_S = "grpc.dns_min_time_between_resolutions_ms", 2.0
+"""Shortest time between two resolutions of a name, which follow failed connections. gRPC's default
+is 30 s, for which a replaced pod would not be found if its name was last resolved too early."""
 IDLE_S = 30.0
 """Time after which a connection without a call is closed. An agent's session is a call."""
 MAX_CONNECTIONS = 16_384
@@ -66,6 +69,7 @@ def client_options(
         ("grpc.initial_reconnect_backoff_ms", _ms(RETRY_MIN_S)),
         ("grpc.max_reconnect_backoff_ms", _ms(retry_max_s(nodes))),
         ("grpc.min_reconnect_backoff_ms", _ms(connect_s)),  # time limit of one attempt
+        (RESOLUTION_KEY, _ms(RESOLUTION_S)),
         *_both(keepalive_s, MAX_BODY_BYTES),
     ]
 

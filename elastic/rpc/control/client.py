@@ -225,7 +225,7 @@ class CoordinatorSession:
             except grpc.aio.AioRpcError as error:
                 why = with_expiry(str(error.details()), self._secure.certificates)
                 self._no_stream(address, why)
-                if "andshake" in why or "ertificate" in why:
+                if _is_tls_failure(why):
                     REJECTIONS.count("agent", Reason.HANDSHAKE, address, why)
                 await _is_ready(channel)  # The next attempt reports why there is no connection.
                 return False
@@ -445,6 +445,12 @@ def _channel(
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
     named = [("grpc.ssl_target_name_override", secure.name)] if secure.name else []
     return api.secure_channel(address, credentials, options=[*options, *named])
+
+
+def _is_tls_failure(why: str) -> bool:
+    """Return whether gRPC's text is about TLS. The handshaker of TCP is the connection itself: it
+    fails while a coordinator's pod is replaced."""
+    return "tcp handshaker" not in why and ("andshake" in why or "ertificate" in why)
 
 
 def _caller() -> str:

@@ -50,6 +50,7 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 2000),  # a replaced member has another address
     ("grpc.keepalive_time_ms", 10_000),  # etcd accepts at most one in five seconds
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", MAX_BYTES),

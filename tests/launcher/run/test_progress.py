@@ -189,7 +189,7 @@ def test_reports() -> None:
         ({"kind": "halt", "epoch": 4, "cause": "join node3", "boundary": True}, ""),
         (
             {"kind": "paused", "why": "1 node, but 2 are needed"},
-            "paused: 1 node, but 2 are needed; the job continues when a plan fits",
+            "warning: paused: 1 node, but 2 are needed; the job continues when a plan fits",
         ),
         (
             {"kind": "checkpoint-resumed", "step": 4, "path": "/c/4", "run": "a.1", "note": ""},
