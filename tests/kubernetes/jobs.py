@@ -151,7 +151,7 @@ class JobRun:
         ended = lambda: [pod for pod in self.coordinators if not pod.running]  # noqa: E731
         pod = wait_for("the end", ended, self.cluster)[0]
         assert pod.process is not None and pod.process.returncode == 0, self.cluster.logs()
-        runs = (_run_dir(pod) / "summary.json" for pod in self.coordinators)  # that of the leader
+        runs = (run_dir(pod) / "summary.json" for pod in self.coordinators)  # that of the leader
         summary = dict(json.loads(next(run for run in runs if run.exists()).read_text()))
         directory = self.cluster.claim("demo-checkpoints")
         checkpoints.assert_written(
@@ -199,14 +199,14 @@ def allowed(objects: list[Object], pod: Pod) -> list[range]:
     return [range(port["port"], port.get("endPort", port["port"]) + 1) for port in ports]
 
 
-def _run_dir(pod: Pod) -> Path:
+def run_dir(pod: Pod) -> Path:
     return pod.volume("/elastic/run") / "runs" / "latest"
 
 
 def _lines(pod: Pod, name: str) -> list[dict[str, Any]]:
     """The whole lines of a file of JSON lines."""
     try:
-        text = (_run_dir(pod) / name).read_text()
+        text = (run_dir(pod) / name).read_text()
     except OSError:
         return []
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

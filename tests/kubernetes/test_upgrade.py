@@ -12,7 +12,7 @@ import pytest
 
 from elastic.core.protocol.version import PROTOCOL
 from tests.kubernetes.cluster import Cluster, wait_for
-from tests.kubernetes.jobs import STEADY, JobRun, reference
+from tests.kubernetes.jobs import STEADY, JobRun, reference, run_dir
 from tests.kubernetes.pods import IMAGE_ENVIRONMENT, Pod
 from tests.scenarios.membership import test_neighbouring_versions
 
@@ -85,3 +85,20 @@ def test_a_rolling_upgrade_loses_nothing(tmp_path: Path) -> None:
     expected = reference(tmp_path)
     assert summary["params_sha256"] == expected["params_sha256"]
     assert summary["loss"] == expected["loss"]
+
+
+def test_a_coordinator_whose_pod_was_just_replaced_hears_the_nodes_at_once(tmp_path: Path) -> None:
+    """Agents have resolved the names of those that stand by, which then have new addresses. One of
+    them leads, and must hear the nodes before it doubts its own network."""
+    with JobRun(tmp_path, "job", 2, "--overlay", "spot-pool", pace=STEADY) as job:
+        cluster = job.cluster
+        job.wait_for_step(2)
+        leader = next(pod for pod in job.coordinators if (run_dir(pod) / "events.jsonl").exists())
+        others = [pod for pod in job.coordinators if pod is not leader]
+        job.coordinators = [rolled(cluster, pod) for pod in others]
+        cluster.delete(leader)
+        wait_for("a leader", lambda: job.events, cluster)
+        job.wait_for_step(job.step + 3)
+        kinds = [event["kind"] for event in job.events]
+        job.finish()
+    assert "doubt" not in kinds and "lost" not in kinds, kinds
