@@ -8,6 +8,7 @@ its loss. Parameters have arbitrary values until `elastic.worker.contrib.megatro
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,9 +47,26 @@ def uncompiled() -> Iterator[None]:
         torch.compile = compiler
 
 
+@contextmanager
+def hidden(*names: str) -> Iterator[None]:
+    """Let imports of these modules fail inside the block, unless they are imported already.
+
+    megatron-core imports W&B and TensorBoard if they are installed, which takes 1.4 s of CPU time
+    per worker start. Nothing here uses what it does with them.
+    """
+    absent = {name: None for name in names if name not in sys.modules}
+    sys.modules.update(absent)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
 with (
     needs_extra("megatron", "A model of megatron-core layers"),
     uncompiled(),
+    hidden("wandb", "tensorboard", "torch.utils.tensorboard"),
     warnings.catch_warnings(),
 ):
     warnings.simplefilter("ignore")
