@@ -287,8 +287,11 @@ def _for_plan(state: JobState) -> Waiting:
         what = f"{absent}, because {state.missing.error}"
         then = "the job continues when they return with their copies"
         return Waiting(what, state.missing.since, then)
+    if not state.members:
+        then = "the job continues when enough for a plan have joined"
+        return Waiting("nodes: none is here", state.watch.since, then)
     leaving = sorted(node for node, mb in state.members.items() if mb.draining)
-    if leaving and len(leaving) == len(state.members):
+    if len(leaving) == len(state.members):
         what = f"nodes that stay: all that are here are leaving ({names(leaving)})"
         then = "the job continues when others join; once the last has left, from a checkpoint"
         return Waiting(what, state.watch.since, then)

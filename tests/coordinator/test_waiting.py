@@ -159,7 +159,8 @@ def test_an_installation_waits_for_the_nodes_that_load() -> None:
 
 
 def test_a_paused_job() -> None:
-    paused = state(JobPhase.PAUSED, change=replace(CHANGE, reason="layer 0 needs 3 MB on a node"))
+    change = replace(CHANGE, reason="layer 0 needs 3 MB on a node")
+    paused = state(JobPhase.PAUSED, member("a", NodePhase.RUNNING), change=change)
     result = found(paused)
     assert result.what == "a plan that fits: layer 0 needs 3 MB on a node"
     assert result.ends == "the job continues when more nodes join" and result.since == 95.0
@@ -277,7 +278,8 @@ def test_a_stall_lasts_until_a_step_is_finished() -> None:
 
 def test_paused_doubting_and_without_a_store() -> None:
     watch = StallWatch()
-    paused = watch.look(state(JobPhase.PAUSED, spec=spec(9)), NOW + 10.0)
+    one = member("a", NodePhase.RUNNING)
+    paused = watch.look(state(JobPhase.PAUSED, one, spec=spec(9)), NOW + 10.0)
     assert paused is not None and (paused.phase, paused.since) == ("paused", 95.0)
     assert paused.reason == "a plan that fits"
     doubts = watch.look(training(a=40.0, b=40.0).of(doubt_since=70.0), NOW)
@@ -298,6 +300,10 @@ def test_a_coordinator_that_doubts_itself_waits_for_the_nodes() -> None:
         doubts.what.startswith("the nodes: this coordinator hears too few") and doubts.since == 70
     )
     assert "or after up to 30 s; nodes that train go on" in doubts.ends
+
+
+def test_a_paused_job_without_nodes_says_so() -> None:
+    assert found(state(JobPhase.PAUSED, spec=spec(9))).what == "nodes: none is here"
 
 
 def test_a_job_whose_nodes_all_leave_says_so() -> None:
