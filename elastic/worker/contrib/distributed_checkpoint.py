@@ -40,6 +40,7 @@ from elastic.domain.errors import FieldError, describe
 from elastic.worker.contrib.folders import METADATA
 
 METADATA_TYPES = {
+    "builtins": {"getattr"},  # Python 3.11.0 to 3.11.3 write a member of an Enum as a call of it
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {

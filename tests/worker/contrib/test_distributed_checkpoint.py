@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.multiprocessing.spawn import spawn
@@ -277,6 +278,17 @@ def test_what_does_not_fit_is_named(how: str, tmp_path: Path) -> None:
 def test_another_value_as_folder_is_refused() -> None:
     with pytest.raises(FieldError, match="a folder with model"):
         from_sequential(nn.Sequential(*parts()), loss=loss, weights={"a": 1})  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_python_3_11_2_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, a member of an Enum is pickled as a call of getattr."""
+    by_name = lambda self, _: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    folder = saved({"a": torch.arange(4.0)}, tmp_path / "c")
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert DistributedCheckpoint(folder).tensors["a"].size == (4,)
 
 
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
