@@ -34,7 +34,7 @@ Entry = dict[str, Any]
 
 
 def recorded_at(entry: Entry) -> float:
-    """Return the time at which an entry was recorded; 0: it does not say."""
+    """Return the time at which an entry was recorded; 0: unknown."""
     at = entry.get("at")
     return float(at) if isinstance(at, (int, float)) else 0.0
 
