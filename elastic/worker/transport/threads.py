@@ -16,22 +16,36 @@ from collections.abc import Callable
 JOIN_TIMEOUT_S = 5.0
 """Time for all threads together to end at exit; threads that hang longer are left behind."""
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_starting = threading.Lock()
+"""Held while a thread starts: one that is not running yet cannot be joined."""
 
 
 def start(name: str, work: Callable[[], object]) -> threading.Thread:
     """Run `work` in a new daemon thread and return the thread."""
     thread = threading.Thread(target=work, name=name, daemon=True)
-    _started.add(thread)
-    thread.start()
+    with _starting:
+        thread.start()
+        _started.add(thread)
     return thread
 
 
 def wait(seconds: float = JOIN_TIMEOUT_S) -> bool:
-    """Wait for all started threads. Returns False if a thread still runs after `seconds`."""
+    """Wait for all started threads, also for those that are started meanwhile.
+
+    Returns False if a thread still runs after `seconds`.
+    """
     end = time.monotonic() + seconds
-    for thread in list(_started):
-        thread.join(max(0.0, end - time.monotonic()))
-    return not any(thread.is_alive() for thread in _started)
+    while running := _running():
+        if time.monotonic() >= end:
+            return False
+        for thread in running:
+            thread.join(max(0.0, end - time.monotonic()))
+    return True
+
+
+def _running() -> list[threading.Thread]:
+    with _starting:
+        return [thread for thread in _started if thread.is_alive()]
 
 
 atexit.register(wait)

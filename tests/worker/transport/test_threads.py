@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent import futures
+
+import pytest
 
 from elastic.worker.transport import threads
 from tests.patience import LONG_S
@@ -42,3 +45,28 @@ def test_a_thread_that_hangs_is_left_behind() -> None:
     release.set()
     thread.join()
     assert threads.wait(LONG_S)
+
+
+def test_a_thread_that_is_about_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, proceed, ended = threading.Event(), threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "late":
+            entered.set()
+            proceed.wait()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    with futures.ThreadPoolExecutor(2) as pool:
+        starting = pool.submit(threads.start, "late", ended.set)
+        entered.wait()
+        waiting = pool.submit(threads.wait, LONG_S)
+        try:
+            with pytest.raises(futures.TimeoutError):
+                waiting.result(0.1)
+        finally:
+            proceed.set()
+        assert waiting.result(LONG_S)
+        starting.result(LONG_S).join()
+    assert ended.is_set()
