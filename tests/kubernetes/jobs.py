@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from elastic.launcher import cli
+from elastic.launcher.kubernetes.kustomize import parsed
 from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
 from tests.scenarios import checkpoints
@@ -35,7 +34,7 @@ def printed(command: str, *words: str) -> list[Object]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert cli.main(["kubernetes", command, *words]) == 0
-    return [item for item in yaml.safe_load_all(out.getvalue()) if item is not None]
+    return parsed(out.getvalue())
 
 
 def secrets(name: str, folder: Path) -> list[Object]:

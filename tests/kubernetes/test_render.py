@@ -20,7 +20,7 @@ import elastic
 from elastic.domain.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE, FieldError
 from elastic.launcher import cli
 from elastic.launcher.kubernetes.controllers import KINDS, pod_template
-from elastic.launcher.kubernetes.kustomize import build, name_of
+from elastic.launcher.kubernetes.kustomize import build, name_of, parsed
 from elastic.launcher.kubernetes.render import SEPARATE, manifests
 from elastic.store.etcd.compatibility import ETCD_VERSION
 from tests.kubernetes.jobs import certificate_names, printed, render
@@ -194,10 +194,13 @@ def test_kustomize_builds_the_same(folder: str) -> None:
     if kubectl is None:
         pytest.skip("kubectl is not installed")
     done = subprocess.run(
-        [kubectl, "kustomize", str(manifests() / folder)], capture_output=True, check=False
+        [kubectl, "kustomize", str(manifests() / folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr.decode()
-    real = {name_of(item): sorted_lists(item) for item in yaml.safe_load_all(done.stdout)}
+    assert done.returncode == 0, done.stderr
+    real = {name_of(item): sorted_lists(item) for item in parsed(done.stdout)}
     assert real == {name_of(item): sorted_lists(item) for item in build(manifests() / folder)}
 
 

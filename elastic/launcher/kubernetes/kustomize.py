@@ -33,7 +33,7 @@ _KEYS = {
 def build(folder: Path) -> list[Object]:
     """Return the objects of a kustomization. Raises FieldError for unknown fields."""
     path = folder / FILE
-    spec = yaml.safe_load(path.read_text())
+    (spec,) = parsed(path.read_text())
     unknown = sorted(set(spec) - _KNOWN)
     if unknown:
         raise FieldError(str(path), unknown[0], f"one of {', '.join(sorted(_KNOWN))}")
@@ -56,7 +56,13 @@ def build(folder: Path) -> list[Object]:
 
 def load(path: Path) -> list[Object]:
     """Return all objects of a YAML file."""
-    return [item for item in yaml.safe_load_all(path.read_text()) if item is not None]
+    return parsed(path.read_text())
+
+
+def parsed(text: str) -> list[Object]:
+    """Return all objects of a YAML text. The parser in C, where it is installed, is 10x faster."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [item for item in yaml.load_all(text, Loader=loader) if item is not None]
 
 
 def name_of(item: Object) -> tuple[str, str]:
