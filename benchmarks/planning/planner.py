@@ -85,7 +85,7 @@ class PlannerRunSize:
 FULL = PlannerRunSize(
     5, 1024, 96, (64, 256, 1024, 4096, 8192), 100, (64, 512), tuple(STEPS), tuple(range(2, 65))
 )
-QUICK = PlannerRunSize(1, 5, 10, (4,), 1, (8, 12), ("gpt3-medium",), (2, 5), 3)
+QUICK = PlannerRunSize(1, 3, 6, (3,), 1, (4, 5), ("gpt3-medium",), (2, 5), 3)
 
 
 def nodes_of(counts: dict[str, int]) -> tuple[NodeInfo, ...]:

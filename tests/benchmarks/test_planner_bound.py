@@ -30,7 +30,9 @@ def problem_of(case: Case) -> Problem:
     )
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize(
+    "chunk", [0, *(pytest.param(i, marks=pytest.mark.chaos) for i in range(1, 4))]
+)
 def test_never_above_the_best_plan(chunk: int) -> None:
     """Random clusters of up to 7 nodes with and without tight memory, links and updates."""
     shares = []

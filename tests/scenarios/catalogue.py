@@ -151,7 +151,11 @@ SCENARIOS: tuple[Scenario, ...] = (
         pipelines="2",
     ),
     Scenario(
+        name="everything-on-two-nodes", faults=("kill node=1 step=2 microbatch=2",),
+        model="everything", nodes="2", small=True,
+    ),
+    Scenario(
         name="everything-tensor-parallel", faults=("kill node=1 step=2 microbatch=2",),
-        model="everything-tp2", nodes="2", flags=("--nproc-per-node", "2"), small=True,
+        model="everything-tp2", nodes="2", flags=("--nproc-per-node", "2"),
     ),
 )  # fmt: skip

@@ -123,7 +123,16 @@ def rest_of(read: int, write: int) -> str:
     return found.decode()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("unread", "number", "code"),
+    [
+        ("pipe", signal.SIGTERM, 143),
+        ("terminal", signal.SIGINT, 130),
+        pytest.param("pipe", signal.SIGINT, 130, marks=pytest.mark.chaos),
+        pytest.param("terminal", signal.SIGTERM, 143, marks=pytest.mark.chaos),
+    ],
+    indirect=["unread"],
+)
 def test_signals_end_a_launcher_whose_output_nobody_reads(
     start: Start, tmp_path: Path, unread: tuple[int, int], number: int, code: int
 ) -> None:

@@ -35,7 +35,7 @@ def check(case: Case, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "chunk", [*range(2), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(2, 16))]
+    "chunk", [0, *(pytest.param(i, marks=pytest.mark.chaos) for i in range(1, 16))]
 )
 def test_as_fast_as_brute_force(chunk: int) -> None:
     """Up to 7 nodes of 2 device types, 9 layers, 8 micro-batches; memory is tight in half."""
@@ -71,7 +71,7 @@ def test_as_fast_as_brute_force_with_a_schedule_for_each_pipeline() -> None:
 def test_column_search_is_never_better_and_seldom_worse() -> None:
     """The method for large clusters is weakest on small ones."""
     ratios = []
-    for seed in range(50_000, 50_000 + CHUNK // 2):
+    for seed in range(50_000, 50_000 + CHUNK // 4):
         problem = problem_of(random_case(seed))
         solution, _ = exact.solve(problem)
         found = column_search.candidate_solutions(problem)

@@ -75,6 +75,7 @@ def test_a_resumed_run_goes_on_with_the_next_sample(source: str, tmp_path: Path)
     assert run.summary["params_sha256"] == expected["params_sha256"], run.output
 
 
+@pytest.mark.chaos  # tests/worker/datasets has the decision
 def test_a_source_with_hidden_state_is_refused(tmp_path: Path) -> None:
     run = elastic_run(tmp_path / "run", ["--nnodes", "1"], (*JOB, "hidden"))
     assert run.code != 0

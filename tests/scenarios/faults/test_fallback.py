@@ -56,6 +56,7 @@ def test_falls_back_to_the_checkpoint_and_says_what_was_lost(
     assert lost["why"] in summary["recoveries"][-1]["reason"]
 
 
+@pytest.mark.chaos
 def test_without_a_checkpoint_it_says_so_and_ends(tmp_path: Path) -> None:
     flags = exact("--nnodes", "3", "--pipelines", "1", *both())
     run = elastic_run(tmp_path / "run", flags, [*SCRIPT, "--checkpoint-every", "0"])
@@ -114,6 +115,7 @@ def test_a_checkpoint_of_another_model_ends_the_job(fallen_back: Run, tmp_path: 
         assert len([e for e in run.events if e["kind"] == "plan"]) == number
 
 
+@pytest.mark.chaos  # tests/agent/vault/test_checkpoints.py has damaged ones
 def test_an_older_checkpoint_is_used_if_the_newest_is_damaged(
     fallen_back: Run, tmp_path: Path
 ) -> None:

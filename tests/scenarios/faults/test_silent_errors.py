@@ -80,9 +80,8 @@ def test_a_lost_node_with_a_frozen_layer_changes_no_bit(tmp_path: Path, backup: 
     assert len(run.summary["recoveries"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("node", "wrong"), [("node1", []), pytest.param("node0", [["node0", 1, 0]], marks=CHAOS)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize(("node", "wrong"), [("node1", []), ("node0", [["node0", 1, 0]])])
 def test_a_flipped_bit_of_a_shared_state_is_repaired(
     tmp_path: Path, node: str, wrong: list[object]
 ) -> None:
@@ -180,14 +179,8 @@ def test_without_comparisons_a_flip_is_not_found(tmp_path: Path) -> None:
     assert run.summary["params_sha256"] != expected["params_sha256"]
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        "skip",
-        pytest.param("stop", marks=pytest.mark.chaos),
-        pytest.param("continue", marks=pytest.mark.chaos),
-    ],
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("action", ["skip", "stop", "continue"])
 def test_an_infinite_gradient(tmp_path: Path, action: str) -> None:
     flags = ["--accumulate", "fast", "--nnodes", "2", "--pipelines", "1", "--on-nonfinite", action]
     run = elastic_run(tmp_path / "run", flags, [JOB, *INF])

@@ -140,6 +140,7 @@ def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.chaos
 def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: Path) -> None:
     """With strict pre-flight checks, a node without disk space for checkpoints joins once it has
     space."""

@@ -53,6 +53,7 @@ def test_a_keeper_that_can_create_no_files(tmp_path: Path) -> None:
     assert any("signal 9" in cause for cause in causes), "a change of keepers may come first"
 
 
+@pytest.mark.chaos
 def test_memory_and_disk_are_full_when_a_node_is_lost(tmp_path: Path) -> None:
     """The next plan needs new slots on node1, which cannot have them."""
     with Machines(tmp_path, 3, *STEADY) as job:

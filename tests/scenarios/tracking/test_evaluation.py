@@ -16,7 +16,9 @@ EVERY = ("--evaluate-every", "2")
 CHAOS = pytest.mark.chaos
 CASES = (
     pytest.param(("kill node=1 step=2 phase=evaluation microbatch=3",), id="in the evaluation"),
-    pytest.param(("kill node=2 step=6 phase=evaluation",), id="in the last evaluation"),
+    pytest.param(
+        ("kill node=2 step=6 phase=evaluation",), id="in the last evaluation", marks=CHAOS
+    ),
     pytest.param(("kill node=1 step=2 microbatch=2",), id="in the same step", marks=CHAOS),
     pytest.param(
         (
