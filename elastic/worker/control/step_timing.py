@@ -45,12 +45,13 @@ class StepTimer:
         """End the timing of the action that began last. On CUDA its kernels may still run.
 
         `cost()`: cost of its micro-batch, relative to one of typical size. It is called after the
-        end of the time, since it may compute.
+        end of the time, since it may compute. 0: the action computed nothing, and is not counted.
         """
         if self._open is not None:
             action, began, sending = self._open
             self._open, ended, after = None, mark(self._device), self._sending()
-            self._spans.append((action, began, ended, sending, after, cost()))
+            if relative := cost():
+                self._spans.append((action, began, ended, sending, after, relative))
 
     def take(
         self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic

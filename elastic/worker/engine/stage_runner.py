@@ -212,8 +212,12 @@ class StageRunner:
     def cost(self, action: Action) -> float:
         """Return the expected cost of the micro-batch of an action that has just computed, relative
         to one of typical size. After the first forward passes of different sizes, the stage counts
-        operations. Raises EpochAbandoned."""
+        operations. 0: the pass was empty, as the last stage's backward pass without weight. Raises
+        EpochAbandoned."""
         stage = self._stages[action.stage]
+        empty = stage.ends and self._weights.get(action.microbatch) == 0.0
+        if empty and action.kind is not Kind.F:
+            return 0.0
         sizes = stage.sizes.get(action.microbatch, ())
         counts = self._counts and action.kind is Kind.F and self._typical_size.tokens
         if counts and sizes and stage.cost.lacks(sizes):

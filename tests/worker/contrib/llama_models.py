@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import model_parallel_config
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
@@ -55,6 +56,7 @@ def config(**changes: Any) -> TransformerConfig:
         "attention_dropout": 0.0,
         "params_dtype": torch.float32,
     }
+    vars(model_parallel_config).setdefault("warnings", warnings)  # 0.15 warns without the import
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(**{**modern, **changes})

@@ -17,7 +17,13 @@ from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.control import step_timing
 from elastic.worker.control.step_timing import StepTimer
-from elastic.worker.engine.microbatch_cost import MOST_COUNTED, Sizes, StageCost, TypicalSize
+from elastic.worker.engine.microbatch_cost import (
+    MOST_COUNTED,
+    OperationCount,
+    Sizes,
+    StageCost,
+    TypicalSize,
+)
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import ListStack
@@ -41,8 +47,9 @@ ROWS = (2, 8, 4)
 SHORT: tuple[Sizes, ...] = ((8, 16), (4, 24), (8, 12))
 LONG: tuple[Sizes, ...] = ((1, 512), (1, 384), (2, 256))
 """(rows, length) of each micro-batch."""
-PER_TOKEN, PER_PAIR = 20 * WIDTH**2, 8 * WIDTH
-"""Operations of a forward pass through `attention_stack`."""
+PER_TOKEN, PER_PAIR = 20 * WIDTH**2 + 4 * WIDTH, 4 * WIDTH
+"""Operations of a forward pass through `attention_stack`. Causal attention over N tokens has
+N (N + 1) / 2 pairs, each of 8 WIDTH operations."""
 TOKENS = 128
 SizesOfStep = Callable[[int], tuple[Sizes, ...]]
 """Step -> sizes of its micro-batches."""
@@ -85,11 +92,13 @@ def always(sizes: tuple[Sizes, ...]) -> SizesOfStep:
     return lambda step: sizes
 
 
-def documents(of_step: SizesOfStep, step: int, index: int) -> Microbatch:
+def documents(
+    of_step: SizesOfStep, weights: tuple[float, ...], step: int, index: int
+) -> Microbatch:
     generator = torch.Generator().manual_seed(1000 * step + index)
     sizes = of_step(step)[index]
     fields = {name: torch.randn(*sizes, WIDTH, generator=generator) for name in ("x", "y")}
-    return Microbatch(step, index, fields)
+    return Microbatch(step, index, fields, weight=weights[index])
 
 
 def one_after_the_other(microbatches: int) -> list[Action]:
@@ -98,10 +107,14 @@ def one_after_the_other(microbatches: int) -> list[Action]:
 
 class Node(RecordingHooks):
     """One worker with all layers of a model, whose time follows the true cost, on a clock of its
-    own. `slow`: factor on its time."""
+    own. `slow`: factor on its time. `weights`: those of the micro-batches."""
 
     def __init__(
-        self, of_step: SizesOfStep, slow: float = 1.0, model: ListStack | None = None
+        self,
+        of_step: SizesOfStep,
+        slow: float = 1.0,
+        model: ListStack | None = None,
+        weights: tuple[float, ...] = (1.0, 1.0, 1.0),
     ) -> None:
         super().__init__()
         model = model or attention_stack()
@@ -112,9 +125,10 @@ class Node(RecordingHooks):
             single_rank_links(),
             n_microbatches=3,
             typical_size=TypicalSize(TOKENS),
-            data=partial(documents, of_step),
+            data=partial(documents, of_step, weights),
         )
         self.timer, self.now, self.slow = StepTimer(CPU, lambda: False), 0.0, slow
+        self.weights = weights
         self.of_step, self.speed = of_step, ComputeSpeed(profiled=False)
         self.last: Action | None = None
         self.seconds: list[float] = []
@@ -125,7 +139,9 @@ class Node(RecordingHooks):
         if last is not None:
             rows, length = self.of_step(self.runner.step)[last.microbatch]
             operations = rows * length * (PER_TOKEN + PER_PAIR * length)
-            self.now += self.slow * operations * (1e-9 if last.kind is Kind.F else 2e-9)
+            empty = last.kind is Kind.B and not self.weights[last.microbatch]
+            per_operation = 0.0 if empty else 1e-9 if last.kind is Kind.F else 2e-9
+            self.now += self.slow * operations * per_operation
             self.timer.end(partial(self.runner.cost, last))
         if action is not None:
             self.timer.begin(action)
@@ -304,6 +320,14 @@ def test_a_pass_that_fails_is_not_counted(
     assert node.stage.cost.relative((2, 256), TypicalSize(TOKENS)) == 512 / TOKENS
 
 
+def test_empty_backward_passes_make_nobody_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage skips the backward pass of a micro-batch without weight."""
+    alike = always(((4, 24),) * 3)
+    node, other = Node(alike), Node(alike, weights=(0.0, 2.0, 0.0))
+    train(monkeypatch, [node, other], 3)
+    assert other.seconds == pytest.approx(node.seconds)
+
+
 def test_no_rank_counts_alone() -> None:
     """The ranks of a tensor-parallel group agree before the pass, as before each pass."""
     node = Node(always(SHORT))
@@ -382,3 +406,18 @@ def test_alike_sizes_are_counted_once() -> None:
     assert not cost.lacks((4, 110)) and not cost.lacks((0, 300)) and not cost.lacks((4, 9, 9))
     cost.give_up()
     assert not cost.lacks((4, 130))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "pairs"),
+    [(5, 5, True, 15), (3, 5, True, 6), (5, 3, True, 12), (5, 5, False, 25), (3, 5, False, 15)],
+)
+def test_causal_kernels_compute_half_of_the_pairs(
+    queries: int, keys: int, causal: bool, pairs: int
+) -> None:
+    """Under a mask, also under a causal one, a kernel computes all pairs."""
+    q, k = torch.ones(2, 4, queries, 8), torch.ones(2, 4, keys, 8)
+    mask = None if causal else torch.ones(queries, keys, dtype=torch.bool).tril()
+    with OperationCount() as counted:
+        nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=causal)
+    assert (counted.with_weights, counted.between_tokens) == (0, 2 * 4 * pairs * 2 * (8 + 8))
