@@ -284,6 +284,9 @@ class Coordinator:
         if self._adopted:
             self._now = self._clock.now()  # the agents' time to reconnect begins now
             self._apply(job.CoordinatorFailover())
+            parts = self._state.checkpoint_parts
+            unfinished = {s for s, slots in parts if not checkpoints.is_complete(self._state, slots)}
+            self._commits.survey(checkpoints.newest_step(self._state), unfinished)
             for member in self._state.members.values():
                 self._watch_port(member)
         while True:

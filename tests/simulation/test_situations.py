@@ -20,6 +20,7 @@ import pytest
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from tests.simulation.oracles import of
+from tests.simulation.store import StoreMachine
 from tests.simulation.test_simulation import QUIET, check
 from tests.simulation.world import Fault, Outcome, Scenario, World, run, scenario_of
 
@@ -346,3 +347,20 @@ def test_a_reset_after_the_latency_grew_loses_nobody(
         QUIET, nodes=4, steps=30, microbatches=8, checkpoint_every=0, faults=faults
     )
     check(run(scenario, watch))
+
+
+def test_a_node_that_leaves_waits_for_no_checkpoint_that_the_store_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store is restored from a snapshot. Since then, other incarnations of the nodes have
+    joined, and checkpoints were completed of which some nodes report their parts again."""
+    forget = StoreMachine.forget
+    monkeypatch.setattr(StoreMachine, "forget", lambda store, _: forget(store, 9.0))
+    back = [Fault("back", 5.0 + 2.0 * node, node, 0, 0.5) for node in range(3)]
+    restored = Fault("lead-amnesia", 12.0, 0, 0, 0.5)
+    leaves = Fault("drain", 22.0, 2, 0, 0.0)
+    job = dataclasses.replace(QUIET, nodes=4, steps=110, checkpoint_every=2, grace_s=30.0)
+    outcome = run(dataclasses.replace(job, faults=(*back, restored, leaves)))
+    check(outcome)
+    (left,) = of(outcome.events, "drained")
+    assert left["at"] - of(outcome.events, "notice")[0]["at"] < 10.0, outcome.text()

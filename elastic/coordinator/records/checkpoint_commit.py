@@ -31,8 +31,8 @@ Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
 class CheckpointCommits:
     """Completes the checkpoints of a run in the background. `done(commit)` is called on another
-    thread when a commit ends; pass the commit to `take`. `late(entry)` is called there if the disk
-    fails for longer than a moment."""
+    thread when a commit ends; pass the commit to `take`. `survey` calls it with events.
+    `late(entry)` is called there if the disk fails for longer than a moment."""
 
     def __init__(
         self,
@@ -177,6 +177,29 @@ class CheckpointCommits:
                 log.error("files of step %d cannot be removed: %s", step, error)
 
         self._post(work)
+
+    def survey(self, newest: int, unfinished: Collection[int]) -> None:
+        """Tell `done` of the checkpoints that this run has completed, but that the saved state does
+        not know: the store was restored from a snapshot. They are newer than step `newest`, or some
+        of their parts are known (`unfinished`). An unfinished one without any files has failed:
+        another coordinator has removed it since.
+        """
+
+        def look() -> None:
+            try:
+                found, _ = self._checkpoints.complete()
+                staged = self._checkpoints.staged_steps()
+            except (ElasticError, OSError) as error:
+                log.warning("the checkpoint directory cannot be read: %s", error)
+                return
+            mine = {m.step: path for path, m in found if m.run == self._run}
+            for step in sorted(mine):
+                if step > newest or step in unfinished:
+                    self._done(job.CheckpointCommitted(mine[step], step))
+            for step in sorted(set(unfinished) - mine.keys() - {*staged}):
+                self._done(job.CheckpointFailed(step, "its files are not there any more"))
+
+        self._post(look)
 
     def left_over(
         self,
