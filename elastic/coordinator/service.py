@@ -87,7 +87,7 @@ from elastic.metrics import serve
 from elastic.open_files import raise_limit
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.event_loop import Dispatcher
-from elastic.rpc.control.server import ClientSession, Server
+from elastic.rpc.control.server import ClientSession, Server, Superseded
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
@@ -285,7 +285,9 @@ class Coordinator:
             self._now = self._clock.now()  # the agents' time to reconnect begins now
             self._apply(job.CoordinatorFailover())
             parts = self._state.checkpoint_parts
-            unfinished = {s for s, slots in parts if not checkpoints.is_complete(self._state, slots)}
+            unfinished = {
+                s for s, slots in parts if not checkpoints.is_complete(self._state, slots)
+            }
             self._commits.survey(checkpoints.newest_step(self._state), unfinished)
             for member in self._state.members.values():
                 self._watch_port(member)
@@ -632,6 +634,8 @@ class Coordinator:
 
     def _answer(self, query: Query) -> None:
         try:
+            if self._config.standbys and not self._keeper.certain and not self._sessions:
+                raise Superseded("it cannot renew its lease, and no node is connected to it")
             answer, event = reply(self._state, query.kind, query.body)
             if query.kind == "status":
                 found = self._waiting()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.config import JobConfig
 from elastic.coordinator import service
 from elastic.coordinator.leadership import STATE_KEY, RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
@@ -21,6 +22,7 @@ from elastic.core.job.state import JobPhase
 from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, StaleError
+from elastic.rpc.control.server import Superseded
 from elastic.store import checkpoint_directory
 from elastic.store.checkpoint_format import CheckpointFile
 from elastic.store.interface import Entry, Lease
@@ -58,6 +60,30 @@ def test_the_status_names_the_leader(tmp_path: Path) -> None:
 def close(coordinator: Coordinator) -> None:
     coordinator._keeper.close()
     coordinator._server.close()
+
+
+def test_a_coordinator_that_may_be_deposed_answers_no_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot renew its lease, and the nodes follow another one. A leader whose store is away
+    answers, because its nodes are connected."""
+    store = MemoryStore()
+    made = started(tmp_path, store, store.acquire("j", LONG_S, time.time()))
+    monkeypatch.setattr(JobConfig, "standbys", True)
+
+    def answered() -> bool:
+        asked = Query("status", {}, Future())
+        made._answer(asked)
+        return not isinstance(asked.answer.exception(LONG_S), Superseded)
+
+    try:
+        assert answered()
+        monkeypatch.setattr(type(made._keeper), "certain", False)
+        assert not answered()
+        made._sessions["node0"] = FakeSession("node0")  # type: ignore[assignment]
+        assert answered()
+    finally:
+        close(made)
 
 
 def part_of(folder: Path, step: int, run: str) -> Path:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from elastic.core.protocol.messages import Heartbeat, Trim
 from elastic.domain.errors import FieldError, UsageError
 from elastic.rpc.control.client import CoordinatorSession, call
+from elastic.rpc.control.server import Superseded
 from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 
@@ -113,3 +115,18 @@ def test_a_question_finds_the_one_that_answers(places: list[str]) -> None:
 def test_bad_lists(text: str) -> None:
     with pytest.raises(FieldError, match="address"):
         CoordinatorSession(text, on_message=print, on_up=print, on_down=print, sender="node0")
+
+
+def test_a_question_passes_over_a_deposed_coordinator() -> None:
+    """It still serves, but another one answers; if there is none, its reason is told."""
+
+    def refuse(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        raise Superseded("no node is connected to it")
+
+    deposed, leader = ServerBench(on_call=refuse), ServerBench(term=2)
+    both = f"{deposed.address},{leader.address}"
+    assert call(both, "echo", {"a": 1}, timeout_s=LONG_S) == {"a": 1}
+    leader.server.close()
+    with pytest.raises(UsageError, match="no node is connected to it"):
+        call(deposed.address, "echo", {})
+    deposed.server.close()

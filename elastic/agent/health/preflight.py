@@ -33,7 +33,7 @@ from elastic.agent.health.devices import DeviceReader
 from elastic.agent.health.disks import disk_of, nearest_parent
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, Timeouts
-from elastic.domain.errors import ElasticError, Unanswered, describe
+from elastic.domain.errors import ElasticError, Unanswered, VaultUnreachable, describe
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
 from elastic.store import checkpoints
@@ -307,7 +307,8 @@ def _peer_check(
     The check fails if no machine of a peer acknowledges what this node sends. A peer that
     acknowledges it but has not answered within the limit is busy, and is not measured.
     """
-    problems, busy = [], ""
+    problems: list[ElasticError] = []
+    busy = ""
     for row in nodes:
         try:
             client = VaultClient(
@@ -323,17 +324,16 @@ def _peer_check(
             busy = busy or f"not measured, for the network is sound but {error}"
             continue
         except ElasticError as error:
-            problems.append(str(error))
+            problems.append(error)
             continue
         return [_check("peer", PROBE_BYTES / max(seconds, 1e-9), "bytes/s")]
     if busy:
         return [PreflightCheck("peer", 0.0, "bytes/s", True, True, busy[:MAX_TEXT_LENGTH])]
     if not problems:
         return []
-    text = (
-        f"no vault of {len(problems)} peers can be reached (open the network between nodes): "
-        f"{problems[0]}"
-    )
+    text = f"no vault of {len(problems)} peers can be used: {problems[0]}"
+    if isinstance(problems[0], VaultUnreachable):
+        text += " (open the network between nodes)"
     return [_check("peer", 0.0, "bytes/s", text)]
 
 

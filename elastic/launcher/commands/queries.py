@@ -36,6 +36,8 @@ from elastic.rpc.security.tls import TOKEN_FILE, read_token
 
 LATEST = Path("runs/latest")
 TAIL_BYTES = 1 << 16
+WIDE, LONGEST = 40, 120
+"""Columns of a table with a text of more characters come last; longer texts are cut."""
 """The last line of progress.jsonl is within the last bytes of the file."""
 DRAIN_POLL_S = 0.1
 # fmt: off
@@ -365,11 +367,20 @@ def as_text(answer: Answer) -> str:
 
 
 def _table(rows: Sequence[Answer]) -> str:
-    """Return a table of rows with equal keys; lists in rows, such as evidence, are only in JSON."""
+    """Return a table of rows with equal keys; lists in rows, such as evidence, are only in JSON.
+
+    Columns with long texts are the last ones, so that the figures stay readable, and their texts
+    are cut.
+    """
     heads = [key for key, value in rows[0].items() if not isinstance(value, list)]
-    cells = [heads, *([_cell(row.get(head)) for head in heads] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    columns = [[head, *(_cell(row.get(head)) for row in rows)] for head in heads]
+    columns.sort(key=lambda column: max(map(len, column)) > WIDE)
+    cut = [
+        [cell if len(cell) <= LONGEST else f"{cell[:LONGEST]}..." for cell in c] for c in columns
+    ]
+    widths = [max(map(len, column)) for column in cut]
+    lines = zip(*cut, strict=True)
+    aligned = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
     return "\n".join(aligned)
 
 

@@ -18,6 +18,7 @@ from elastic.launcher.flags.request import Request, request
 from elastic.launcher.flags.unused import unused_flags, unused_variables
 from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
 from elastic.launcher.run.event_tail import read_object
+from elastic.logs import source_of
 
 LATEST = Path("runs/latest")
 
@@ -31,11 +32,16 @@ def _run(**flags: Any) -> int:
 
 def _coordinator(address: str, once: bool, name: str | None, **flags: Any) -> int:
     over = read_object(LATEST / "exit.json") if once else None
-    if over is not None:
-        print(f"the job of {LATEST} has ended: {over.get('reason', '')}", file=sys.stderr)
-        return service_exit(int(over.get("code", EXIT_FAILURE)))
     task = _service_request("--address", address, flags)
     config = replace(task.config, coordinator_name=name or "")
+    if over is not None:
+        text = f"the job of {LATEST} has ended: {over.get('reason', '')}"
+        source = source_of(config, config.coordinator_name or "coordinator")
+        if source is None:
+            print(text, file=sys.stderr)
+        else:
+            sys.stdout.buffer.write(source.note(text, "elastic.launcher"))
+        return service_exit(int(over.get("code", EXIT_FAILURE)))
     return _launch(replace(task, config=config, hosts=True, nodes=(), as_service=True))
 
 

@@ -280,7 +280,9 @@ class Supervisor:
             number = signal.Signals(self._signals.popleft())
             if number is signal.SIGTERM and self._drain_node():
                 return
-            self._view.note(f"{number.name}: ending the job")
+            own = "this coordinator" if self._hosting else "this agent"
+            ends = f"{own} ends" if self._request.as_service else "ending the job"
+            self._view.note(f"{number.name}: {ends}")
             self._code, self._cause = 128 + number, f"ended by {number.name}"
             return
         if self._drain_deadline and time.monotonic() >= self._drain_deadline:

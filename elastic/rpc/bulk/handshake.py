@@ -34,7 +34,8 @@ def authenticate(stream: FrameStream, token: str, node: str) -> None:
     challenge = _received(stream)
     nonce, proof = str(challenge.get("nonce", "")), str(challenge.get("proof", ""))
     if not proved(token, proof, "server", mine, nonce):
-        raise VaultError(f"the vault does not know the join token ({challenge.get('error', '')})")
+        why = challenge.get("error") or "is it this job's, and not that of a viewer or operator?"
+        raise VaultError(f"the vault does not know the join token: {why}")
     stream.send({"kind": "Proof", "body": {"proof": answer(token, nonce, "vault", node)}})
     error = _received(stream).get("error", "")
     if error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 FOREIGN = "another program answers there, and no coordinator: end it, or use another address"
 NEEDS_TLS = (
-    "the other side ends the connection at once: it needs certificates (--certs), or another "
-    "program answers there"
+    "the other side ends the connection at once: it needs certificates (--certs), it refuses these "
+    "(another authority, or expired), or another program answers there"
 )
 NEEDS_NONE = "the other side does not use TLS: leave out --certs, or another program answers there"
 _CAUSES = (

@@ -96,6 +96,10 @@ class Caller:
         return f"{self.role} {self.name or 'unnamed'} at {self.peer}"
 
 
+class Superseded(ElasticError):
+    """This coordinator may be deposed, and does not answer: the caller asks at the next address."""
+
+
 def _role(given: Any) -> Role:
     """Return the role that a client claims."""
     text = str(given)
@@ -354,6 +358,8 @@ class Server:
             return pack_call(envelope.kind, answer, self._term())
         except UsageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
+        except Superseded as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, _words(error))
         except ElasticError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _words(error))
         raise AssertionError("abort raises")

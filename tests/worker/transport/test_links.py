@@ -348,20 +348,24 @@ def test_no_thread_stays_behind_when_links_are_closed_while_others_load() -> Non
     assert run_ranks(close_while_others_load, 2) == [True, True]
 
 
+OPEN_S, LONGER_S = 4.0, 4.5
+"""A busy machine needs seconds to connect two processes."""
+
+
 def open_after_long_loading(rank: Rank) -> float:
     """Rank 1 loads its layers, and later computes, for longer than connecting may take."""
     if rank.rank == 1:
-        time.sleep(1.0)
-    links = rank.open(open_s=0.5, holder_sets=((0, 1),))
+        time.sleep(LONGER_S)
+    links = rank.open(open_s=OPEN_S, holder_sets=((0, 1),))
     tensor = torch.ones(3)
     if rank.rank == 1:
-        time.sleep(1.0)
+        time.sleep(LONGER_S)
         links.send(tensor, 0)
     else:
         links.recv(1).wait()
     links.flush()
     if rank.rank == 0:
-        time.sleep(1.0)
+        time.sleep(LONGER_S)
     links.all_reduce(tensor, (0, 1))()
     return float(links.gather(tensor)[1].sum())
 
