@@ -98,8 +98,9 @@ def _alike(one: Sizes, other: Sizes) -> bool:
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the floating-point operations of what runs inside the block, forward passes only.
 
-    Attention counts the pairs of tokens that a kernel computes: about half of them if it is told
-    to be causal, and all of them under a mask.
+    Attention counts all pairs of tokens. Whether a kernel skips those that a mask leaves out does
+    not depend on the sizes alone: models of transformers ask for causal attention, which skips
+    half of them, only where no token of a micro-batch is padding.
     """
 
     supports_higher_order_operators = True
@@ -138,21 +139,10 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
     return 2 * out.numel() * (weight.numel() // max(weight.shape[0], 1))
 
 
-def _attention(kernel: Any) -> Callable[[Sequence[Any], object], int]:
-    """Return the formula of a kernel."""
-    causal_at = [argument.name for argument in kernel.default._schema.arguments].index("is_causal")
-
-    def operations(args: Sequence[Any], _out: object) -> int:
-        query, key, value = args[:3]
-        queries, keys = int(query.shape[-2]), int(key.shape[-2])
-        pairs = queries * keys
-        if len(args) > causal_at and args[causal_at]:  # query i has the keys up to i
-            until = min(queries, keys)
-            pairs = until * (until + 1) // 2 + (queries - until) * keys
-        features = int(query.shape[-1] + value.shape[-1])
-        return 2 * int(math.prod(query.shape[:-2])) * pairs * features
-
-    return operations
+def _attention(args: Sequence[Any], out: object) -> int:
+    query, key, value = args[:3]
+    pairs = int(math.prod(query.shape[:-1]) * key.shape[-2])
+    return 2 * pairs * int(query.shape[-1] + value.shape[-1])
 
 
 _aten = torch.ops.aten
@@ -167,15 +157,10 @@ _WITH_WEIGHTS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
 _BETWEEN_TOKENS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _aten.bmm: _product,
     _aten.baddbmm: _product_and_sum,
-    **{
-        kernel: _attention(kernel)
-        for kernel in (
-            _aten._scaled_dot_product_flash_attention_for_cpu,
-            _aten._scaled_dot_product_flash_attention,
-            _aten._scaled_dot_product_efficient_attention,
-            _aten._scaled_dot_product_cudnn_attention,
-            _aten._scaled_dot_product_fused_attention_overrideable,
-        )
-    },
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_efficient_attention: _attention,
+    _aten._scaled_dot_product_cudnn_attention: _attention,
+    _aten._scaled_dot_product_fused_attention_overrideable: _attention,
 }
 """The same. Some products of batches are with weights, too; a second size shows it."""

@@ -17,13 +17,7 @@ from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.control import step_timing
 from elastic.worker.control.step_timing import StepTimer
-from elastic.worker.engine.microbatch_cost import (
-    MOST_COUNTED,
-    OperationCount,
-    Sizes,
-    StageCost,
-    TypicalSize,
-)
+from elastic.worker.engine.microbatch_cost import MOST_COUNTED, Sizes, StageCost, TypicalSize
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import ListStack
@@ -47,9 +41,8 @@ ROWS = (2, 8, 4)
 SHORT: tuple[Sizes, ...] = ((8, 16), (4, 24), (8, 12))
 LONG: tuple[Sizes, ...] = ((1, 512), (1, 384), (2, 256))
 """(rows, length) of each micro-batch."""
-PER_TOKEN, PER_PAIR = 20 * WIDTH**2 + 4 * WIDTH, 4 * WIDTH
-"""Operations of a forward pass through `attention_stack`. Causal attention over N tokens has
-N (N + 1) / 2 pairs, each of 8 WIDTH operations."""
+PER_TOKEN, PER_PAIR = 20 * WIDTH**2, 8 * WIDTH
+"""Operations of a forward pass through `attention_stack`."""
 TOKENS = 128
 SizesOfStep = Callable[[int], tuple[Sizes, ...]]
 """Step -> sizes of its micro-batches."""
@@ -406,18 +399,3 @@ def test_alike_sizes_are_counted_once() -> None:
     assert not cost.lacks((4, 110)) and not cost.lacks((0, 300)) and not cost.lacks((4, 9, 9))
     cost.give_up()
     assert not cost.lacks((4, 130))
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "causal", "pairs"),
-    [(5, 5, True, 15), (3, 5, True, 6), (5, 3, True, 12), (5, 5, False, 25), (3, 5, False, 15)],
-)
-def test_causal_kernels_compute_half_of_the_pairs(
-    queries: int, keys: int, causal: bool, pairs: int
-) -> None:
-    """Under a mask, also under a causal one, a kernel computes all pairs."""
-    q, k = torch.ones(2, 4, queries, 8), torch.ones(2, 4, keys, 8)
-    mask = None if causal else torch.ones(queries, keys, dtype=torch.bool).tril()
-    with OperationCount() as counted:
-        nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=causal)
-    assert (counted.with_weights, counted.between_tokens) == (0, 2 * 4 * pairs * 2 * (8 + 8))
