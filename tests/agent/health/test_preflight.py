@@ -263,7 +263,7 @@ def test_a_peer_that_is_behind_a_bad_path_is_a_reason() -> None:
             filler.connect_ex(blocked.getsockname())
         ask = answers(peers=[{"node": "b", "vault": address_of(blocked)}], now=time.time())
         *_, peer = network_checks("host:1", "a", ask=ask, limits=SOON)
-    assert not peer.ok and peer.fatal and "no vault of 1 peers can be reached" in peer.remedy
+    assert not peer.ok and peer.fatal and "no vault of 1 peers can be used" in peer.remedy
 
 
 def test_the_limits_are_those_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
