@@ -132,6 +132,26 @@ def test_frozen_parameters_are_read_from_the_folder(
         to_huggingface(checkpoint, tmp_path / "model", tmp_path / "again")
 
 
+def test_buffers_are_read_from_the_folder(tmp_path: Path) -> None:
+    """They are constant, so a checkpoint has none; transformers would set them to 0."""
+    routed = transformers.DeepseekV3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.AutoModelForCausalLM.from_config(routed)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    wanted = model.get_buffer(bias).copy_(torch.tensor([3.0, 1.0, 2.0, 4.0])).clone()
+    model.save_pretrained(tmp_path / "model")
+    checkpoint = save(trained(model), tmp_path / "c")
+    to_huggingface(checkpoint, tmp_path / "model", tmp_path / "out")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(found.get_buffer(bias), wanted)
+
+
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = config("llama")
     checkpoint = save(trained(given), tmp_path / "c")

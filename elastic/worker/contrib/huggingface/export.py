@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from elastic.domain.errors import FieldError
 from elastic.store import safetensors_stream
+from elastic.store.checkpoint_format import Manifest
 from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.folders import INDEX, SINGLE, new_folder
 from elastic.worker.contrib.huggingface.adapter_names import is_adapter
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
-from elastic.worker.contrib.huggingface.weights import weights_in
+from elastic.worker.contrib.huggingface.weights import Weights, weights_in
 from elastic.worker.model.checks import whole_number
 from elastic.worker.model.layers import FROZEN
 from elastic.worker.model.state_codec import as_bytes, as_memory
@@ -157,8 +158,7 @@ def _tensors(
     if layers != stack.n_layers:
         what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"
         raise FieldError("--model", stack.model_name, f"{what}: {MODEL}")
-    if any(FROZEN in text for text in manifest.contents):
-        _take_base(stack, source, path)
+    base = _take_base(stack, manifest, source, path)
     for layer, runs in enumerate(checkpoint_runs(path)):
         empty = dict(stack.empty_layer(layer).named_parameters())
         wanted = {name: tuple(p.shape) for name, p in empty.items()}
@@ -185,6 +185,19 @@ def _tensors(
                     raise FieldError("--model", stack.model_name, remedy)
             if copies or first in (None, (layer, name)):
                 yield RawTensor(stack.name_of(layer, name), dtype, values.shape, data)
+        yield from _buffers(stack, layer, base)
+
+
+def _buffers(stack: HuggingFaceStack, layer: int, base: Weights | None) -> Iterator[RawTensor]:
+    """Yield the buffers of a layer that a model's files have, as a table by which experts are
+    chosen. They are constant, so no checkpoint has them. `base`: see `_take_base`."""
+    for name in sorted(_buffer_names(stack.empty_layer(layer))):
+        full = stack.name_of(layer, name)
+        if base is not None and full in base:
+            value = base(full)
+            data = memoryview(as_memory(as_bytes(value))).cast("B")
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield RawTensor(full, dtype, tuple(value.shape), data)
 
 
 def _refuse_adapters(stack: HuggingFaceStack, path: str) -> None:
@@ -195,13 +208,28 @@ def _refuse_adapters(stack: HuggingFaceStack, path: str) -> None:
             raise FieldError("--model", stack.model_name, ADAPTERS)
 
 
-def _take_base(stack: HuggingFaceStack, source: Path, path: str) -> None:
-    """Let `stack` know the values with which the training began. Raises FieldError."""
+def _buffer_names(module: torch.nn.Module) -> set[str]:
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return module.state_dict().keys() - own
+
+
+def _take_base(
+    stack: HuggingFaceStack, manifest: Manifest, source: Path, path: str
+) -> Weights | None:
+    """Let `stack` know the values with which the training began, and return them, if the model has
+    frozen parameters or buffers, which no checkpoint has. None: it has none, or the folder has no
+    values; then transformers sets buffers as in a new model. Raises FieldError."""
+    frozen = any(FROZEN in text for text in manifest.contents)
+    layers = map(stack.empty_layer, range(stack.n_layers))
+    if not frozen and not any(map(_buffer_names, layers)):
+        return None
     values = weights_in(source)
-    if values is None:
+    if values is not None:
+        stack.take_values(values)
+    elif frozen:
         _refuse_adapters(stack, path)
         raise FieldError("--model", str(source), BASE)
-    stack.take_values(values)
+    return values
 
 
 def _base_value(
