@@ -356,7 +356,10 @@ class Recorder(CutModel):
 def _check_arguments(index: int, arguments: Arguments) -> None:
     """Raise FieldError for an argument that depends on hidden states."""
     args, named = arguments
-    for name, value in {**{f"argument {i + 1}": v for i, v in enumerate(args)}, **named}.items():
+    for name, value in {
+        **{f"argument {i + 1} behind the hidden states": v for i, v in enumerate(args)},
+        **named,
+    }.items():
         if isinstance(value, Cache) or any(map(_is_nan, tree_leaves(value))):
             what = Described("a value that depends on other layers")
             raise FieldError(f"block {index}, {name}", what, SPLIT)
