@@ -288,7 +288,12 @@ class Coordinator:
             unfinished = {
                 s for s, slots in parts if not checkpoints.is_complete(self._state, slots)
             }
-            self._commits.survey(checkpoints.newest_step(self._state), unfinished)
+            self._commits.survey(
+                checkpoints.newest_step(self._state),
+                unfinished,
+                spec=self._state.spec,
+                counts=partial(checkpoints.file_counts, self._state),
+            )
             for member in self._state.members.values():
                 self._watch_port(member)
         while True:

@@ -396,15 +396,16 @@ def test_a_paused_job_continues_from_a_checkpoint_that_is_committed_late(tmp_pat
 
 
 def test_a_survey_tells_what_the_saved_state_does_not_know(tmp_path: Path) -> None:
-    """Checkpoints of another run are not told of, and the files that are still written stay."""
+    """Checkpoints of another run, and one that training has left, are not told of. The files that
+    are still written stay."""
     done: queue.Queue[Any] = queue.Queue()
-    for step, run in ((2, "a"), (4, "a"), (6, "a"), (8, "b")):
+    for step, run in ((2, "a"), (4, "a"), (6, "a"), (8, "b"), (12, "a")):
         for layer in range(N_LAYERS):
-            write_layer(tmp_path, step, layer, run=run)
+            write_layer(tmp_path, step, layer, epoch=3, run=run)
         checkpoint_directory.commit(tmp_path, step, run=run)
     write_layer(tmp_path, 10, 0, run="a")
     with closing(CheckpointCommits(tmp_path, done.put, run="a")) as commits:
-        commits.survey(4, {2, 3, 10})
+        commits.survey(4, {2, 3, 10}, counts=lambda step, epoch: (step, epoch) != (12, 3))
         found = [done.get(timeout=LONG_S) for _ in range(3)]
         commits.flush(LONG_S)
         assert done.empty()

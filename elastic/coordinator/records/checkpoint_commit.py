@@ -22,6 +22,7 @@ from elastic.domain.errors import ElasticError, StaleError
 from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
+from elastic.store.checkpoint_format import would_commit
 from elastic.store.checkpoints import open_checkpoints
 
 T = TypeVar("T")
@@ -178,11 +179,21 @@ class CheckpointCommits:
 
         self._post(work)
 
-    def survey(self, newest: int, unfinished: Collection[int]) -> None:
+    def survey(
+        self,
+        newest: int,
+        unfinished: Collection[int],
+        *,
+        spec: JobSpec | None = None,
+        counts: Callable[[int, int], bool] = lambda step, epoch: True,
+    ) -> None:
         """Tell `done` of the checkpoints that this run has completed, but that the saved state does
         not know: the store was restored from a snapshot. They are newer than step `newest`, or some
         of their parts are known (`unfinished`). An unfinished one without any files has failed:
         another coordinator has removed it since.
+
+        `counts(step, epoch)` tells whether files of that epoch belong to the checkpoint. So one
+        that training has left, because it could not be read, does not come back.
         """
 
         def look() -> None:
@@ -192,10 +203,11 @@ class CheckpointCommits:
             except (ElasticError, OSError) as error:
                 log.warning("the checkpoint directory cannot be read: %s", error)
                 return
-            mine = {m.step: path for path, m in found if m.run == self._run}
-            for step in sorted(mine):
-                if step > newest or step in unfinished:
-                    self._done(job.CheckpointCommitted(mine[step], step))
+            mine = {m.step: (path, m) for path, m in found if m.run == self._run}
+            for step, (path, manifest) in sorted(mine.items()):
+                asked = step > newest or step in unfinished
+                if asked and would_commit(manifest, spec, partial(counts, step), self._run):
+                    self._done(job.CheckpointCommitted(path, step))
             for step in sorted(set(unfinished) - mine.keys() - {*staged}):
                 self._done(job.CheckpointFailed(step, "its files are not there any more"))
 
