@@ -117,6 +117,8 @@ RECORDS_S = 600.0
 """Longest further wait for a disk that hangs and must take the records of the end."""
 WAITING_S = 0.5
 """Least interval between two looks at what the job waits for."""
+SEEK_S = 1.0
+"""The same for looks at the disk for checkpoints that a node that leaves waits for."""
 OUTPUT_S = 10.0
 """Longest wait for a slow disk that takes the error of this process, which the launcher keeps in
 coordinator.out."""
@@ -170,6 +172,7 @@ class Coordinator:
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
         self._rules_due = self._to_save = self._adopted = self._yields = False
+        self._seek_at = 0.0
         self._warned = False
         self._await_at = 0.0
         """Time of the next look at what the job waits for."""
@@ -284,16 +287,6 @@ class Coordinator:
         if self._adopted:
             self._now = self._clock.now()  # the agents' time to reconnect begins now
             self._apply(job.CoordinatorFailover())
-            parts = self._state.checkpoint_parts
-            unfinished = {
-                s for s, slots in parts if not checkpoints.is_complete(self._state, slots)
-            }
-            self._commits.survey(
-                checkpoints.newest_step(self._state),
-                unfinished,
-                spec=self._state.spec,
-                counts=partial(checkpoints.file_counts, self._state),
-            )
             for member in self._state.members.values():
                 self._watch_port(member)
         while True:
@@ -336,6 +329,22 @@ class Coordinator:
         if self._now >= self._await_at:
             self._await_at = self._now + WAITING_S
             self._note_waiting()
+        if self._adopted and self._now >= self._seek_at:
+            self._seek_at = self._now + SEEK_S
+            self._seek_checkpoints()
+
+    def _seek_checkpoints(self) -> None:
+        """If a node that leaves waits for checkpoints from before this epoch, ask the disk whether
+        they are complete. A store that was restored from a snapshot has forgotten that, and nobody
+        reports their parts again."""
+        state = self._state
+        leaving = any(member.draining for member in state.members.values())
+        if not leaving or state.ending is not None or state.assignment is None:
+            return
+        for step, slots in state.checkpoint_parts:
+            if step <= state.assignment.step and not checkpoints.is_complete(state, slots):
+                counts = partial(checkpoints.file_counts, state, step)
+                self._commits.find(step, state.spec, counts, checkpoints.newest_step(state))
 
     def _waiting(self) -> Waiting | None:
         """Return what the job waits for; None: it trains, or it is over."""
@@ -640,7 +649,7 @@ class Coordinator:
     def _answer(self, query: Query) -> None:
         try:
             if self._config.standbys and not self._keeper.certain and not self._sessions:
-                raise Superseded("it cannot renew its lease, and no node is connected to it")
+                raise Superseded("it cannot renew its lease in the store, and no node is connected")
             answer, event = reply(self._state, query.kind, query.body)
             if query.kind == "status":
                 found = self._waiting()

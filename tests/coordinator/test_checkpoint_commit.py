@@ -395,21 +395,25 @@ def test_a_paused_job_continues_from_a_checkpoint_that_is_committed_late(tmp_pat
     assert state.phase is JobPhase.INSTALLING and assignment_of(state).step == step
 
 
-def test_a_survey_tells_what_the_saved_state_does_not_know(tmp_path: Path) -> None:
-    """Checkpoints of another run, and one that training has left, are not told of. The files that
-    are still written stay."""
+def test_a_checkpoint_that_the_store_has_forgotten_is_found(tmp_path: Path) -> None:
+    """Files that are still written stay, and those of another run or of an undone epoch do not
+    count. One without files was removed as an old one, if a newer one is there."""
     done: queue.Queue[Any] = queue.Queue()
-    for step, run in ((2, "a"), (4, "a"), (6, "a"), (8, "b"), (12, "a")):
+    for step, run in ((2, "a"), (4, "b"), (6, "a")):
         for layer in range(N_LAYERS):
             write_layer(tmp_path, step, layer, epoch=3, run=run)
         checkpoint_directory.commit(tmp_path, step, run=run)
-    write_layer(tmp_path, 10, 0, run="a")
-    with closing(CheckpointCommits(tmp_path, done.put, run="a")) as commits:
-        commits.survey(4, {2, 3, 10}, counts=lambda step, epoch: (step, epoch) != (12, 3))
-        found = [done.get(timeout=LONG_S) for _ in range(3)]
+    write_layer(tmp_path, 5, 0, run="a")
+
+    def found(step: int, newest: int = 6, *, undone: bool = False) -> Any:
+        commits.find(step, None, lambda epoch: not undone, newest)
         commits.flush(LONG_S)
-        assert done.empty()
-    assert found[:2] == [
-        CheckpointCommitted(str(tmp_path / f"step-{step:08}"), step) for step in (2, 6)
-    ]
-    assert isinstance(found[2], CheckpointFailed) and found[2].step == 3
+        return None if done.empty() else done.get()
+
+    with closing(CheckpointCommits(tmp_path, done.put, run="a")) as commits:
+        assert found(2) == CheckpointCommitted(str(tmp_path / "step-00000002"), 2)
+        assert found(5) is None
+        for gone in (found(3), found(4)):
+            assert isinstance(gone, CheckpointFailed) and "not there any more" in gone.error
+        assert found(3, newest=2) is None and found(3, newest=4) is None
+        assert found(7) is None and found(6, undone=True) is None

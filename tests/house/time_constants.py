@@ -161,6 +161,7 @@ CONSTANTS = {
     "reminder.py EVERY_S": "person",
     "coordinator/waiting.py LASTING_S": "person",
     "coordinator/waiting.py SHORT_S": "person",
+    "coordinator/service.py SEEK_S": "interval",
     "coordinator/service.py WAITING_S": "interval",
     "logs.py LOG_S": "program",
     "metrics.py FAST_S": "decision",

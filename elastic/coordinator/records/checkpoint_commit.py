@@ -22,7 +22,6 @@ from elastic.domain.errors import ElasticError, StaleError
 from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_format import would_commit
 from elastic.store.checkpoints import open_checkpoints
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
 class CheckpointCommits:
     """Completes the checkpoints of a run in the background. `done(commit)` is called on another
-    thread when a commit ends; pass the commit to `take`. `survey` calls it with events.
+    thread when a commit ends; pass the commit to `take`. `find` calls it with events.
     `late(entry)` is called there if the disk fails for longer than a moment."""
 
     def __init__(
@@ -51,6 +50,8 @@ class CheckpointCommits:
         self._pending: dict[Commit, int] = {}
         self._removals: set[job.DropCheckpoint] = set()
         """Removals that have not begun."""
+        self._sought: set[int] = set()
+        """Steps whose checkpoints are looked for on the disk."""
         self._answers = 0
         """Number of answers of the disk, errors included. Only the thread for the disk adds."""
         self._seen, self._quiet_since = -1, 0.0
@@ -179,39 +180,37 @@ class CheckpointCommits:
 
         self._post(work)
 
-    def survey(
-        self,
-        newest: int,
-        unfinished: Collection[int],
-        *,
-        spec: JobSpec | None = None,
-        counts: Callable[[int, int], bool] = lambda step, epoch: True,
+    def find(
+        self, step: int, spec: JobSpec | None, counts: Callable[[int], bool], newest: int
     ) -> None:
-        """Tell `done` of the checkpoints that this run has completed, but that the saved state does
-        not know: the store was restored from a snapshot. They are newer than step `newest`, or some
-        of their parts are known (`unfinished`). An unfinished one without any files has failed:
-        another coordinator has removed it since.
-
-        `counts(step, epoch)` tells whether files of that epoch belong to the checkpoint. So one
-        that training has left, because it could not be read, does not come back.
+        """Tell `done` if the checkpoint of `step`, of which only some parts are known, is complete
+        on disk: another coordinator has completed it, and a store that was restored from a snapshot
+        does not know. It has failed if it has no files and the one of step `newest` is there: it
+        was removed as an old one. Arguments as for `begin`.
         """
+        if step in self._sought:
+            return
+        self._sought.add(step)
 
         def look() -> None:
             try:
-                found, _ = self._checkpoints.complete()
-                staged = self._checkpoints.staged_steps()
-            except (ElasticError, OSError) as error:
-                log.warning("the checkpoint directory cannot be read: %s", error)
-                return
-            mine = {m.step: (path, m) for path, m in found if m.run == self._run}
-            for step, (path, manifest) in sorted(mine.items()):
-                asked = step > newest or step in unfinished
-                if asked and would_commit(manifest, spec, partial(counts, step), self._run):
-                    self._done(job.CheckpointCommitted(path, step))
-            for step in sorted(set(unfinished) - mine.keys() - {*staged}):
-                self._done(job.CheckpointFailed(step, "its files are not there any more"))
+                path = self._checkpoints.commit(step, spec, counts, self._run)
+                self._done(job.CheckpointCommitted(path, step))
+            except (ElasticError, OSError):
+                if self._is_removed(step, newest):
+                    self._done(job.CheckpointFailed(step, "its files are not there any more"))
+            finally:
+                self._sought.discard(step)
 
         self._post(look)
+
+    def _is_removed(self, step: int, newest: int) -> bool:
+        """Return whether a checkpoint has no files, on a disk that has the newer one."""
+        try:
+            readable = step < newest and self._checkpoints.is_committed(newest, self._run)
+            return readable and step not in self._checkpoints.staged_steps()
+        except (ElasticError, OSError):
+            return False
 
     def left_over(
         self,

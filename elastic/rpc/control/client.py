@@ -398,15 +398,21 @@ def call(
     refuses the question, ElasticError if it cannot carry it out; the texts are the coordinator's.
     """
     secure = secure or tls.current()
-    *others, last = addresses_of(address)
-    for other in others:
-        with contextlib.suppress(Unreachable):
-            return _call(other, kind, body, timeout_s, secure)
-    return _call(last, kind, body, timeout_s, secure)
+    failed: list[Unreachable] = []
+    for one in addresses_of(address):
+        try:
+            return _call(one, kind, body, timeout_s, secure)
+        except Unreachable as error:
+            failed.append(error)
+    raise next((error for error in failed if isinstance(error, PassedOn)), failed[-1])
 
 
 class Unreachable(UsageError):
     """No coordinator answers at an address."""
+
+
+class PassedOn(Unreachable):
+    """A coordinator that may be deposed does not answer."""
 
 
 def _call(
@@ -526,6 +532,8 @@ def _in_words(
         return ElasticError(details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return UsageError(f"{details}; give the job's with --join-token-file or --run-dir")
+    if code is grpc.StatusCode.ABORTED:
+        return PassedOn(f"the coordinator at {address} may be deposed: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         remedy = "is the job running, and are address and --certs right?"
         why = with_expiry(explained(str(details)), certificates)

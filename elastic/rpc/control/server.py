@@ -359,7 +359,7 @@ class Server:
         except UsageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
         except Superseded as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, _words(error))
+            await context.abort(grpc.StatusCode.ABORTED, _words(error))
         except ElasticError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _words(error))
         raise AssertionError("abort raises")

@@ -147,9 +147,11 @@ def test_buffers_are_read_from_the_folder(tmp_path: Path) -> None:
     wanted = model.get_buffer(bias).copy_(torch.tensor([3.0, 1.0, 2.0, 4.0])).clone()
     model.save_pretrained(tmp_path / "model")
     checkpoint = save(trained(model), tmp_path / "c")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     to_huggingface(checkpoint, tmp_path / "model", tmp_path / "out")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(found.get_buffer(bias), wanted)
+    assert found.dtype == torch.float32, "that of the parameters in the checkpoint"
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from elastic.worker.model.layers import FROZEN
 from elastic.worker.model.state_codec import as_bytes, as_memory
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
+log = logging.getLogger("elastic.worker")
 COPIED = (
     "tokenizer*",
     "vocab*",
@@ -115,13 +117,19 @@ def _write(
     of the parameters, if all have the same."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
     step, dtypes = SavedCheckpoint(path).manifest.step, set()
+    buffers = {
+        stack.name_of(layer, name)
+        for layer in range(stack.n_layers)
+        for name in _buffer_names(stack.empty_layer(layer))
+    }
     for shard in _shards(_tensors(stack, path, source, digest), shard_bytes):
         files += 1
         safetensors_stream.write(folder / f"part-{files}", shard, {"format": "pt"})
         for tensor in shard:
             places[tensor.name] = files
             total += tensor.data.nbytes
-            dtypes.add(tensor.dtype)
+            if tensor.name not in buffers:
+                dtypes.add(tensor.dtype)
     for number in range(1, files + 1):
         (folder / f"part-{number}").rename(folder / _file(number, files))
     if files > 1:
@@ -193,7 +201,10 @@ def _buffers(stack: HuggingFaceStack, layer: int, base: Weights | None) -> Itera
     chosen. They are constant, so no checkpoint has them. `base`: see `_take_base`."""
     for name in sorted(_buffer_names(stack.empty_layer(layer))):
         full = stack.name_of(layer, name)
-        if base is not None and full in base:
+        if base is not None and full not in base:
+            text = "the folder has no buffer %s: transformers sets it as in a new model"
+            log.warning(text, full)
+        elif base is not None:
             value = base(full)
             data = memoryview(as_memory(as_bytes(value))).cast("B")
             dtype = str(value.dtype).removeprefix("torch.")
