@@ -26,7 +26,7 @@ from elastic.worker.model.layers import FROZEN
 from elastic.worker.model.state_codec import as_bytes, as_memory
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
-log = logging.getLogger("elastic.worker")
+log = logging.getLogger(__name__)
 COPIED = (
     "tokenizer*",
     "vocab*",
