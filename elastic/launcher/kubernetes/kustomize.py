@@ -60,7 +60,7 @@ def load(path: Path) -> list[Object]:
 
 
 def parsed(text: str) -> list[Object]:
-    """Return all objects of a YAML text. The parser in C, where it is installed, is 10x faster."""
+    """Return all objects of a YAML text. The parser in C is faster, where it is installed."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return [item for item in yaml.load_all(text, Loader=loader) if item is not None]
 
