@@ -172,9 +172,8 @@ class Coordinator:
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
         self._rules_due = self._to_save = self._adopted = self._yields = False
-        self._seek_at = 0.0
         self._warned = False
-        self._await_at = 0.0
+        self._await_at = self._seek_at = 0.0
         """Time of the next look at what the job waits for."""
         self._awaited: tuple[str, bool] | None = None
         """What this coordinator has written to waiting.json."""
