@@ -118,7 +118,7 @@ RECORDS_S = 600.0
 WAITING_S = 0.5
 """Least interval between two looks at what the job waits for."""
 SEEK_S = 1.0
-"""The same for looks at the disk for checkpoints that a node that leaves waits for."""
+"""Least interval between two searches on the disk for checkpoints that a leaving node waits for."""
 OUTPUT_S = 10.0
 """Longest wait for a slow disk that takes the error of this process, which the launcher keeps in
 coordinator.out."""
@@ -333,9 +333,11 @@ class Coordinator:
             self._seek_checkpoints()
 
     def _seek_checkpoints(self) -> None:
-        """If a node that leaves waits for checkpoints from before this epoch, ask the disk whether
-        they are complete. A store that was restored from a snapshot has forgotten that, and nobody
-        reports their parts again."""
+        """Search the disk for checkpoints from before this epoch, if a leaving node waits for them.
+
+        They may be complete: a store that was restored from a snapshot has forgotten that, and
+        nobody reports their parts again.
+        """
         state = self._state
         leaving = any(member.draining for member in state.members.values())
         if not leaving or state.ending is not None or state.assignment is None:

@@ -183,10 +183,11 @@ class CheckpointCommits:
     def find(
         self, step: int, spec: JobSpec | None, counts: Callable[[int], bool], newest: int
     ) -> None:
-        """Tell `done` if the checkpoint of `step`, of which only some parts are known, is complete
-        on disk: another coordinator has completed it, and a store that was restored from a snapshot
-        does not know. It has failed if it has no files and the one of step `newest` is there: it
-        was removed as an old one. Arguments as for `begin`.
+        """Look on the disk for a checkpoint of which only some parts are known.
+
+        Another coordinator may have completed it, if the store was restored from a snapshot. Then
+        call `done(event)`. If the checkpoint has no files, and the one of step `newest` is there,
+        it was removed as an old one, and has failed. The other arguments are as for `begin`.
         """
         if step in self._sought:
             return

@@ -153,7 +153,8 @@ class Record(Replacement):
 
 
 class PassOn(Replacement):
-    """A block of the last layer; the last one returns the hidden states that the layer gets."""
+    """Stands for a block in the last layer. The last of them returns the hidden states that this
+    layer receives."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         call: Call = self.__dict__["call"]

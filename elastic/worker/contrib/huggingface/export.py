@@ -197,8 +197,9 @@ def _tensors(
 
 
 def _buffers(stack: HuggingFaceStack, layer: int, base: Weights | None) -> Iterator[RawTensor]:
-    """Yield the buffers of a layer that a model's files have, as a table by which experts are
-    chosen. They are constant, so no checkpoint has them. `base`: see `_take_base`."""
+    """Yield the buffers of a layer, for example a table by which experts are chosen. They are
+    constant, so no checkpoint has them: their values come from `base`, the result of `_take_base`.
+    """
     for name in sorted(_buffer_names(stack.empty_layer(layer))):
         full = stack.name_of(layer, name)
         if base is not None and full not in base:
