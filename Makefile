@@ -31,7 +31,7 @@ demo: setup ## train a GPT, kill a node in the middle of a step, compare with a 
 	$(BIN)/python -m examples.demo
 
 test: setup tools ## the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 tools: # what some tests need besides Python, where it can be had; they say so and skip where not
 	@command -v apt-get >/dev/null || exit 0; \

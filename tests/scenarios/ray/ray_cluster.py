@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -25,7 +26,11 @@ FAST = {
     "health_check_initial_delay_ms": 0,
 }
 """Ray notices a lost node in seconds instead of a quarter of a minute."""
+EQUAL = {"worker_niceness": 0}
+"""Ray's workers have the least priority otherwise, and hardly run beside other work."""
 SERVICES = ("elastic.agent.service", "elastic.coordinator.service")
+ATTEMPTS = 5
+T = TypeVar("T")
 
 
 @contextmanager
@@ -34,13 +39,31 @@ def ray_cluster(nodes: int, **head: Any) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     args = {"num_cpus": 1, "include_dashboard": False, "_system_config": FAST, **head}
-    cluster = Cluster(initialize_head=True, head_node_args=args)
+    args["_system_config"] = {**EQUAL, **args["_system_config"]}
+    cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=args))
     try:
         for _ in range(nodes - 1):
-            cluster.add_node(num_cpus=1)
+            _started(lambda: cluster.add_node(num_cpus=1))
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def _started(start: Callable[[], T]) -> T:
+    """Return the result of `start`, which starts a node. Ray gives up after 30 s, in which a busy
+    machine may not have loaded its programs; then kill those that were started, and try again."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+        new = psutil.Process().children(recursive=True)
+        for child in (child for child in new if child.pid not in before):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    return start()
 
 
 def raylet(node: Any) -> psutil.Process:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,11 @@ from elastic_sim.sweep.cells import MAX_DEATHS, SweepCell, cells_of
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.trace import format_trace
 
+from tests.scenarios.ray.ray_cluster import ray_cluster
 from tests.simulator.sweep.test_sweep import Deadly, here
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(
-        400, method="thread"
-    ),  # while Ray waits it drops what a signal's handler raises
     pytest.mark.skipif(
         not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"
     ),
@@ -36,23 +36,39 @@ MARKET = Market(nodes=4, mtbf_s=300.0, repair_s=600.0)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of one CPU each."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    found = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    try:
-        found.add_node(num_cpus=1)
+    with ray_cluster(2, _system_config={}) as found:
         yield found
+
+
+def drive(out: Path, cells: Sequence[SweepCell], address: str) -> str:
+    """Run a sweep on the cluster in a process of its own; return the error of a cell, or "".
+
+    Ray ends the process of a driver that has lost its node, and while it waits it drops what a
+    signal's handler raises."""
+    told = out.with_suffix(".error")
+    process = get_context("spawn").Process(target=_drive, args=(out, cells, address, told))
+    process.start()
+    try:
+        process.join()
     finally:
-        ray.shutdown()
-        found.shutdown()
+        process.kill()
+    assert process.exitcode == 0
+    return told.read_text() if told.exists() else ""
+
+
+def _drive(out: Path, cells: Sequence[SweepCell], address: str, told: Path) -> None:
+    from elastic_sim.sweep.cells import CellFailed
+    from elastic_sim.sweep.ray_backend import run_on_ray
+
+    try:
+        sweep.run(out, cells, partial(run_on_ray, address=address))
+    except CellFailed as error:
+        told.write_text(str(error))
 
 
 def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_path: Path) -> None:
     """One that had done a cell of its batch, and one three times over: its batch is taken apart."""
-    from elastic_sim.sweep.ray_backend import batches, run_on_ray
+    from elastic_sim.sweep.ray_backend import batches
 
     trace = tmp_path / "trace.csv"
     trace.write_text(format_trace(generate(MARKET, 1800.0, 5)))
@@ -65,7 +81,7 @@ def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_pa
     doomed = {first[1]: (once, 1), second[-1]: (often, MAX_DEATHS)}
     told = [deadly(cell, *doomed[cell]) if cell in doomed else cell for cell in cells]
     out, wanted = tmp_path / "ray", tmp_path / "here"
-    sweep.run(out, told, partial(run_on_ray, address=cluster.address))
+    assert not drive(out, told, cluster.address)
     assert (once.read_text(), often.read_text()) == ("x", "x" * MAX_DEATHS)
     sweep.run(wanted, cells, here)
     assert (out / sweep.SUMMARY_FILE).read_bytes() == (wanted / sweep.SUMMARY_FILE).read_bytes()
@@ -89,18 +105,16 @@ def test_the_command(cluster: Any, tmp_path: Path) -> None:
         "gpt2",
     )
     more = ("--policy", "varuna", "--seeds", "1", "--ray", "--address", cluster.address)
-    done = CliRunner().invoke(main, ["sweep", str(tmp_path), *words, *more])
-    assert done.exit_code == 0, done.output
-    assert "2 cells" in done.output and (tmp_path / sweep.SUMMARY_FILE).exists()
+    command = [sys.executable, "-m", "elastic_sim", "sweep", str(tmp_path), *words, *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cells" in done.stdout + done.stderr and (tmp_path / sweep.SUMMARY_FILE).exists()
 
 
 def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
-    from elastic_sim.sweep.cells import CellFailed
-    from elastic_sim.sweep.ray_backend import run_on_ray
-
     cell = SweepCell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
-    with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
-        sweep.run(tmp_path, [cell], partial(run_on_ray, address=cluster.address))
+    error = drive(tmp_path / "out", [cell], cluster.address)
+    assert error.startswith("absent, gpt2, mtbf 300 s, seed 0: --policy")
 
 
 def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:

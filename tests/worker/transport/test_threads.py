@@ -18,12 +18,11 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from elastic.worker.transport import threads
 
-second = timedelta(seconds=1)
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=second)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 def wait_for_key():
     try:
-        store.wait(["never"])
+        store.wait(["never"], timedelta(seconds=1))
     except RuntimeError:
         print("timed out", flush=True)
 
