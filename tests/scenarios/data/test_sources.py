@@ -26,7 +26,7 @@ def sources(often: str) -> list[object]:
 @pytest.mark.parametrize("source", sources("stream"))
 def test_a_killed_node_and_a_newcomer_change_no_bit(source: str, tmp_path: Path) -> None:
     expected = made_once(tmp_path, exact("--nnodes", "1"), (*JOB, source)).summary
-    flags = exact("--nnodes", "1:2", "--pipelines", "1", *faults(*LOST_AND_JOINED))
+    flags = exact("--nnodes", "2", "--pipelines", "1", *faults(*LOST_AND_JOINED))
     hurry = tmp_path / "hurry"
     script = (*JOB, source, "--hurry", str(hurry))
     job = Job(tmp_path / "run", ["run", "--standalone", *flags], script)
