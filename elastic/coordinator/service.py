@@ -446,8 +446,8 @@ class Coordinator:
             self._sessions[info.node] = session
 
     def _dismiss(self, session: ClientSession, answer: Any, epoch: int) -> None:
-        """Hold an answer of the session filter, because the state may be unsaved. A node that
-        repeats its message meanwhile gets one answer."""
+        """Send an answer of the session filter once the state is saved. A node that repeats its
+        message meanwhile gets one answer."""
         self._saver.hold((session, type(answer)), partial(session.send, answer, epoch))
 
     def _rejected(self, note: m.RefusalNote) -> None:

@@ -50,8 +50,10 @@ def ray_cluster(nodes: int, **head: Any) -> Iterator[Any]:
 
 
 def _started(start: Callable[[], T]) -> T:
-    """Return the result of `start`, which starts a node. Ray gives up after 30 s, in which a busy
-    machine may not have loaded its programs; then kill those that were started, and try again."""
+    """Start a node, and return the result of `start`.
+
+    Ray waits 30 s for a node, and a busy machine may need longer to load its programs. Then the
+    processes that were started are killed, and it is tried again, ATTEMPTS times in all."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     for _ in range(ATTEMPTS - 1):
         try:

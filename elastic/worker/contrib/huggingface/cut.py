@@ -222,8 +222,8 @@ class CutModel(nn.Module):
             call.logits = NO_LOGITS
 
     def find_form(self, run: Callable[[], bool]) -> None:
-        """Find out how a block returns its hidden states: `run()`, which runs the model, returns
-        whether the form could be right. Raises FieldError if none is."""
+        """Find out how a block returns its hidden states. `run()` runs the model with one form, and
+        returns whether it could be right. Raises FieldError if none is."""
         call: Call = self.__dict__["call"]
         failures: list[tuple[int, Exception]] = []
         for form in FORMS:
@@ -396,8 +396,9 @@ class Last(CutModel):
         return cast(Tensor, found)
 
     def _find_form(self, hidden: Tensor, logits: Logits, microbatch: Microbatch) -> None:
-        """Find out how a block returns its hidden states: the blocks get them from each other, and
-        the first module behind the blocks does not get them with fewer dimensions."""
+        """Find out how a block returns its hidden states. A form is right if each block receives
+        them from the one before, and the first module behind the blocks receives them with as many
+        dimensions."""
         call: Call = self.__dict__["call"]
         behind = [self.model.get_submodule(name) for name in self.__dict__["behind"]]
         fields, devices = dict(microbatch.fields), [hidden.device] if hidden.is_cuda else []
