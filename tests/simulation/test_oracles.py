@@ -187,6 +187,10 @@ def test_each_evaluation_is_reported_once_with_its_step() -> None:
     assert not evaluations_wrong([*DONE, evaluated(2)], SPEC), "no event of the end"
     assert not evaluations_wrong([*DONE[:2], evaluated(3), ENDED], SPEC), "no event of step 2"
     assert not evaluations_wrong([*DONE, DONE[2], evaluated(2), *both, ENDED], SPEC), "done again"
+    again = [{"kind": "plan", "step": 2}, DONE[2]]
+    assert not evaluations_wrong([*DONE, *again, *both, ENDED], SPEC), "the parameters were known"
+    assert evaluations_wrong([*DONE, *again, evaluated(3), ENDED], SPEC), "never reported"
+    assert evaluations_wrong([*DONE, DONE[2], *both, ENDED], SPEC), "no epoch began there"
     (missing,) = evaluations_wrong([*DONE, evaluated(3), ENDED], SPEC)
     assert missing == "the evaluation after step 2 is reported 0 times, its step 1 times"
     assert evaluations_wrong([*DONE, evaluated(2), ENDED], SPEC), "the last one is missing"
