@@ -174,9 +174,9 @@ class Agent:
         self.state, actions, _ = core.transition(self.state, event, time.monotonic())
         for action in actions:
             match action:
-                case core.SpawnWorkers():
+                case core.SpawnWorkers():  # on GPUs, where all nodes halt at once
                     await self._take(
-                        core.WorkerMessage(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9"))
+                        core.WorkerMessage(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9", True))
                     )
                 case core.SendToWorkers(m.Halt(epoch)):
                     self.crowd.halted(epoch)

@@ -590,9 +590,12 @@ class NodeAgent:
                 self._spawn(launch)
             case core.KillWorkers(reason):
                 self._kill_workers(reason)
-            case core.FenceVault(epoch):
-                self._replicator.reset(epoch)
-                self._vault.fence(epoch)
+            case core.FenceVault(epoch, outside, publishing, discard):
+                if discard:
+                    self._replicator.reset(epoch)
+                self._vault.fence(epoch, outside, publishing)
+            case core.StopHolding(peers):
+                self._replicator.stop_holding(peers)
             case core.EnterEpoch(install):
                 self._enter(install)
             case core.SendReport():
@@ -649,7 +652,9 @@ class NodeAgent:
             report = replace(report, preflight=self._gate.result)
         self._told_of_writing = report.phase not in AT_WORK and self._is_writing()
         report = replace(report, writing=self._told_of_writing)
-        if report.phase not in REPORTING_NO_COPIES:
+        workers = len(self._state.workers)
+        promised = report.phase is NodePhase.HALTING and len(report.promises) == workers
+        if promised or report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)
         if report.phase is NodePhase.EMPTY:

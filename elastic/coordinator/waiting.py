@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.coordinator.transitions import SCRIPT_S
-from elastic.core.job import checkpoints
+from elastic.core.job import checkpoints, scope
 from elastic.core.job.state import EpochChange, JobPhase, JobState, Member
 from elastic.core.policy import progress_watchdog
 from elastic.core.protocol.messages import NodePhase
@@ -247,7 +247,7 @@ def _has_failed(state: JobState, member: Member) -> bool:
 
 def _for_halt(state: JobState, change: EpochChange) -> Waiting:
     now, watch = state.updated_at, state.watch
-    late = [mb for mb in state.members.values() if mb.report.epoch < state.epoch or not mb.halted]
+    late = [mb for mb in state.members.values() if not scope.has_answered(state, mb)]
     if change.boundary:
         return Waiting(
             f"the end of the step, to change the plan ({cause_of(change)})",
@@ -277,6 +277,10 @@ def _for_installation(state: JobState, change: EpochChange) -> Waiting | None:
     late = [r.info.node for r in reports if r.epoch != state.epoch or r.phase not in READY]
     if not late:
         return None
+    if all(scope.is_awaited(state, node) for node in late):
+        what = f"{names(late)} to finish their micro-batches of step {change.step}"
+        then = "the repaired pipelines meet them at the end of the step"
+        return Waiting(what, change.decided or change.began, then)
     what = f"{names(late)} to load their layers for epoch {state.epoch} ({cause_of(change)})"
     return Waiting(what, change.decided or change.began, "training continues when all have")
 

@@ -486,6 +486,9 @@ class Assignment:
     epochs wrote do not count (`elastic.core.recovery.lineage`). (): only this epoch is known."""
     run: str = ""
     """Name of the run, which marks the files of its checkpoints; "": unknown."""
+    promised: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(pipeline, micro-batches of `step` that its workers have in their sums when they enter), for
+    the pipelines whose workers promised that. Their layers have no recipes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.profiling.run_profile import EMULATE, check_profile
 from elastic.worker.replica.build import build_replica, warm_up
 from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.transport.links import Links
 from elastic.worker.transport.rendezvous import host_store
 
 
@@ -129,9 +130,9 @@ class TrainingJob:
 class WorkerContext:
     """Objects that a worker process owns from `attach` to `release`.
 
-    Only `replicas`, `evaluated` and `protection` change between epochs. They outlive the epoch that
-    created them, because the next epoch starts from live layers, and acknowledgements may arrive
-    late.
+    Only `replicas`, `evaluated`, `protection` and `left_links` change between epochs. They outlive
+    the epoch that created them, because the next epoch starts from live layers, acknowledgements
+    may arrive late, and other workers may still compute in that epoch.
     """
 
     settings: WorkerSettings
@@ -151,6 +152,8 @@ class WorkerContext:
     """Newest evaluation, which the next epoch need not repeat; None: none is known."""
     protection: Protection | None = None
     """Backup of `replicas`. The next epoch replaces it once its own layers are installed."""
+    left_links: Links | None = None
+    """Links of a former epoch, which stay open for workers of the pipeline that still compute."""
 
     @classmethod
     def attach(cls, settings: WorkerSettings, job: TrainingJob) -> WorkerContext:
@@ -206,6 +209,9 @@ class WorkerContext:
         Destructors that run during exit would join threads, which is not safe then.
         """
         self.agent.close()
+        if self.left_links is not None:
+            self.left_links.close()
+            self.left_links = None
         self.publisher.close()
         self.replicas.clear()
         self.protection = None

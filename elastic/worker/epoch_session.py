@@ -4,12 +4,18 @@ The session begins with an `Install` order. It ends when the worker has sent `Ha
 job is over. Between `Halted` and the next `Install` the worker waits in `Trainer.run`. A session
 owns the links to the other workers and the step runner. All other objects belong to the
 `WorkerContext`, where the session leaves the layers and their backup for the next session.
+
+A worker that has kept a promise to halt at its meeting point (docs/design/local-recovery.md) leaves
+its links open, too: other workers of its pipeline may still compute. The next session keeps the
+layers with their sums. It closes the old links when it is connected to the same workers again,
+because all of them have left the old epoch then, or when it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +36,7 @@ from elastic.domain.errors import (
     describe,
     with_place,
 )
+from elastic.domain.ledger import format_indices
 from elastic.domain.types import WHOLE, Accumulate, EvaluationResult, Plan
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
@@ -40,7 +47,7 @@ from elastic.worker.context import WorkerContext
 from elastic.worker.engine.allreduce import tied_pairs
 from elastic.worker.engine.evaluation_runner import EvaluationRunner
 from elastic.worker.engine.microbatch_cost import UNKNOWN_SIZE, TypicalSize
-from elastic.worker.engine.partial import PartialRunner
+from elastic.worker.engine.partial import PartialRunner, needed_messages
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
 from elastic.worker.model.layers import tp_sync
@@ -49,6 +56,7 @@ from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
+from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.device_fault import is_local_fault, is_node_fault
 from elastic.worker.transport.links import Links
@@ -84,6 +92,7 @@ class EpochSession:
         self._steps: StepRunner | None = None
         self._evaluations: EvaluationRunner | None = None
         self._resumed = False
+        self._meeting = context.agent.meeting
 
     def run(self) -> None:
         """Train until the job is done, a newer epoch is announced or a fault occurs.
@@ -93,12 +102,17 @@ class EpochSession:
         SystemExit, or the original error, if the job cannot continue.
         """
         try:
-            self._train()
+            with self._meeting:
+                self._train()
         except EpochAbandoned:
             pass
         except LinkFailed as error:
-            nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
-            self._send(m.CommFailed(self._order.epoch, nodes, describe(error)))
+            if not self._meeting.kept():
+                nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
+                self._send(m.CommFailed(self._order.epoch, nodes, describe(error)))
+            if self._steps is not None and not self._meeting.arrived:
+                self._close_links()  # the other ranks of its group may wait for it
+                self._agreement.leave()
         except DivergenceError as error:
             self._report_divergence(error)
         except CorruptCheckpoint as error:
@@ -110,8 +124,9 @@ class EpochSession:
         except Exception as error:  # noqa: BLE001 - also errors of the user's model, data, optimizer
             self._on_error(error)
         finally:
-            if self._links is not None:
-                self._links.close()
+            self._close_left_links()
+            if not self._meeting.arrived:  # else it may still be ordered to promise
+                self._close_links()
         self._await_halt()
 
     def _on_error(self, error: Exception) -> None:
@@ -223,10 +238,18 @@ class EpochSession:
         context.job.optimizer.check(shared=state_of(self._plan.state).sharded)
         recipes = [recipe for _, recipe in self._assignment.recipes]
         recovering = any(recipe.states or recipe.checkpoint for recipe in recipes)
-        installed = self._load_layers(recovering)
+
+        def after_layer() -> None:
+            self._abandon.check()
+            context.agent.position.update("install")
+            if recovering:
+                context.injector.reach(self._assignment.step, Phase.RECOVERY)
+
+        installed = self._kept_layers(after_layer) or self._load_layers(after_layer)
         transferred = time.perf_counter()
         context.agent.position.update("wait")  # for the workers that still load their layers
         self._links = self._open_links()
+        self._close_left_links()
         steps = self._runner(installed, self._links)
         self._evaluations = self._evaluation_runner(installed, self._links)
         if recovering:
@@ -235,24 +258,11 @@ class EpochSession:
         self._send(m.Ready(self._order.epoch, transfer_s, rebuild_s, tuple(installed.sources)))
         return steps
 
-    def _load_layers(self, recovering: bool) -> LoadedStage:
+    def _load_layers(self, after_layer: Callable[[], None]) -> LoadedStage:
         """Keep the usable live layers and read the missing ones, all in `context.replicas`."""
         context = self._context
         member = self._roster.members[self._rank]
-
-        def after_layer() -> None:
-            self._abandon.check()
-            context.agent.position.update("install")
-            if recovering:
-                context.injector.reach(self._assignment.step, Phase.RECOVERY)
-
-        fetcher = Fetcher(
-            context.settings.node,
-            dict(self._assignment.vaults),
-            self._abandon,
-            timeout_s=context.settings.timeouts.bulk_s,
-            on_progress=context.agent.position.advance,
-        )
+        fetcher = self._fetcher()
         stack, lr = context.job.stack, context.job.optimizer.lr
         installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied_trained)
         try:
@@ -264,6 +274,44 @@ class EpochSession:
             fetcher.close()
         context.replicas = {replica.index: replica for replica in installed.replicas}
         return installed
+
+    def _fetcher(self) -> Fetcher:
+        """Return a reader of copies in the vaults; the caller closes it."""
+        settings = self._context.settings
+        return Fetcher(
+            settings.node,
+            dict(self._assignment.vaults),
+            self._abandon,
+            timeout_s=settings.timeouts.bulk_s,
+            on_progress=self._context.agent.position.advance,
+        )
+
+    def _kept_layers(self, after_layer: Callable[[], None]) -> LoadedStage | None:
+        """Return the live layers with their sums, if the workers of this pipeline have promised
+        them; None: they have not. Raises VaultError if the layers are not as promised."""
+        context, assignment = self._context, self._assignment
+        member = self._roster.members[self._rank]
+        promised = dict(assignment.promised).get(member.pipeline)
+        if promised is None:
+            return None
+        live = StateLoader.usable(assignment, member, context.replicas)
+        for layer in member.layers:
+            problem = _broken_promise(live.get(layer), assignment.step, frozenset(promised))
+            if problem:
+                raise VaultError(f"layer {layer}, which was promised: {problem}")
+            after_layer()
+        context.replicas = {layer: live[layer] for layer in member.layers}
+        if context.protection is not None:
+            context.protection.release(context.replicas, self._order.epoch)
+        kept = LoadedStage([*context.replicas.values()], ["memory"] * len(member.layers))
+        messages = [*needed_messages(assignment, member)]
+        if messages:  # this pipeline takes over partial replays
+            fetcher = self._fetcher()
+            try:
+                kept.messages = {copy.key: fetcher.fetch(copy).data for copy in messages}
+            finally:
+                fetcher.close()
+        return kept
 
     def _open_links(self) -> Links:
         """Connect to the workers of this pipeline, and begin to connect to all."""
@@ -429,15 +477,30 @@ class EpochSession:
 
     # ---- leaving ----
 
+    def _close_links(self) -> None:
+        if self._links is not None:
+            self._links.close()
+
+    def _close_left_links(self) -> None:
+        """Close the links that a former session has left open."""
+        left, self._context.left_links = self._context.left_links, None
+        if left is not None:
+            left.close()
+
     def _await_halt(self) -> None:
         """Wait for a newer `Halt`, publish all layers to the local vault, and send `Halted`.
 
         Returns without `Halted` if the job is over. In both cases no rank of the tensor-parallel
-        group still waits for this one.
+        group still waits for this one. If a promise for the newest epoch is kept, leaves the links
+        open in the context. A later `Halt` that is no matter of promises closes them.
         """
         context = self._context
         context.agent.position.update("wait")
         newest = context.agent.await_halt(self._order.epoch)
+        if newest is not None and self._meeting.kept(newest):
+            context.left_links = self._links
+        else:
+            self._close_links()
         self._agreement.leave()
         if newest is None:
             return
@@ -456,4 +519,18 @@ class EpochSession:
         if version != runner.step:
             return m.Halted(epoch, version, record=steps.record)
         started, sent = frozenset(runner.started), frozenset(runner.sent)
-        return m.Halted(epoch, version, started, sent, steps.record)
+        complete = self._meeting.kept(epoch)
+        return m.Halted(epoch, version, started, sent, steps.record, complete)
+
+
+def _broken_promise(replica: LayerReplica | None, step: int, promised: frozenset[int]) -> str:
+    """Return how a layer differs from one before the update of `step` with the sum of the
+    micro-batches `promised`; "": it does not."""
+    if replica is None or not replica.complete:
+        return "this worker does not hold it"
+    if replica.version != step:
+        return f"it has version {replica.version}, not {step}"
+    missing, more = sorted(promised - replica.ledger), sorted(replica.ledger - promised)
+    wrong = {"lacks": missing, "also has": more}
+    found = [f"{name} micro-batches {format_indices(i)}" for name, i in wrong.items() if i]
+    return f"its sum {' and '.join(found)}" if found else ""

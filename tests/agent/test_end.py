@@ -49,6 +49,13 @@ def agent(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> NodeAgent
     return NodeAgent(config, f"127.0.0.1:{free_port()}", NodeInfo("node0", "", "", workers=1))
 
 
+def wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the agent wait for parts that end, however busy the machine is."""
+    for name in QUICK:
+        monkeypatch.setattr(service, name, LONG_S)
+    monkeypatch.setattr(telemetry, "LAST_WORDS_S", LONG_S)
+
+
 def run(agent: NodeAgent, order: object = None) -> int:
     """Run the agent to its end, after `order` at the latest; return its exit code."""
     codes = list[int]()
@@ -72,7 +79,7 @@ def test_a_log_file_of_a_worker_cannot_be_opened(agent: NodeAgent) -> None:
     os.mkfifo(folder / "stdout.log")
     agent._apply(LAUNCH)
     assert run(agent, m.Stop(0, "the job is over")) == 0
-    assert agent.left == ["starter"]
+    assert "starter" in agent.left
     release(folder / "stdout.log")
 
 
@@ -80,6 +87,7 @@ def test_a_slow_disk_gets_the_last_output_of_workers(
     agent: NodeAgent, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It needs seconds for what is left when the worker has ended."""
+    wait_long(monkeypatch)
     monkeypatch.setattr(service, "OUTPUT_S", LONG_S)
     nbytes, piece, got = 400_000, 1 << 16, bytearray()
     agent._config = make_config(
@@ -109,7 +117,7 @@ def test_the_last_words_cannot_be_written(agent: NodeAgent, tmp_path: Path) -> N
     os.mkfifo(words)
     agent._last_words, agent._exit_code = "no coordinator was reached", 1
     assert run(agent) == 1
-    assert agent.left == ["last words"]
+    assert "last words" in agent.left
     release(words)
 
 
@@ -135,7 +143,7 @@ def test_memory_on_a_disk_cannot_be_freed(
     monkeypatch.setattr(owner, name, slow)
     agent._exit_code = 0
     assert run(agent) == 0
-    assert agent.left == [part] and slow.begun.is_set()
+    assert part in agent.left and slow.begun.is_set()
     slow.go()
 
 
@@ -145,6 +153,7 @@ def test_a_part_that_fails_does_not_keep_the_others(
     def fail() -> None:
         raise ValueError("a bug")
 
+    wait_long(monkeypatch)
     monkeypatch.setattr(agent._notices, "close", fail)
     agent._exit_code = 0
     assert run(agent) == 0 and not agent.left

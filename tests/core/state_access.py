@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.core.job.state import EpochChange, JobState
 from elastic.domain.types import Assignment, JobSpec, Plan
 
@@ -24,3 +26,13 @@ def assignment_of(state: JobState) -> Assignment:
 def spec_of(state: JobState) -> JobSpec:
     assert state.spec is not None
     return state.spec
+
+
+def on_gpus(state: JobState) -> JobState:
+    """Return the state with nodes that have GPUs. They all halt at once; without GPUs some may stay
+    outside a change (tests/core/job/test_scope.py)."""
+    members = {
+        node: replace(mb, report=replace(mb.report, accelerated=True))
+        for node, mb in state.members.items()
+    }
+    return state.of(members=members)

@@ -241,8 +241,10 @@ def install(
     shard: int,
     vaults: Mapping[str, Vault],
     number: Callable[[], int],
+    live: Worker | None = None,
 ) -> Worker:
-    """The worker of a stage, `at` (pipeline, stage), with the gradients that its recipes name."""
+    """The worker of a stage, `at` (pipeline, stage), with the gradients that its recipes name, or
+    with those of the `live` worker, which has promised them."""
     stage = assignment.plan.pipelines[at[0]].stages[at[1]]
     node = stage.unit.node
     gradient: dict[int, Counter[int]] = {layer: Counter() for layer in stage.layers}
@@ -250,8 +252,29 @@ def install(
         if holder == node and recipe.shard == shard and recipe.layer in gradient:
             for copy in recipe.gradients:
                 gradient[recipe.layer] += vaults[copy.node].held[copy.key][1]
+    if live is not None:
+        gradient = {layer: Counter(live.gradient[layer]) for layer in stage.layers}
     version = dict.fromkeys(stage.layers, assignment.step)
     return Worker(assignment, spec, node, *at, shard, vaults[node], number, version, gradient)
+
+
+def broken_promise(
+    worker: Worker | None, assignment: Assignment, promised: tuple[int, ...] | None
+) -> str:
+    """How a worker's layers differ from the micro-batches that it has promised; "": they do not.
+
+    `promised`: None: nothing is."""
+    if promised is None:
+        return ""
+    if worker is None:
+        return "the worker holds no layer"
+    wanted = Counter(promised)
+    wrong = [
+        layer
+        for layer, version in worker.version.items()
+        if version != assignment.step or worker.gradient[layer] != wanted
+    ]
+    return f"layers {wrong} are not as promised" if wrong else ""
 
 
 def todo_of(assignment: Assignment, pipeline: int, step: int) -> tuple[int, ...]:

@@ -43,8 +43,14 @@ def summary(campaigns: list[dict[str, Any]]) -> str:
         seeds, cpu_h = sum(one["seeds"] for one in part), sum(one["cpu_s"] for one in part) / 3600
         lines.append(f"{name}: {seeds:,} seeds in {cpu_h:.2f} CPU-hours, {len(part)} campaigns")
     faults = sum((Counter(one["faults"]) for one in campaigns), Counter[str]())
+    found = sum((Counter(one.get("scopes", {})) for one in campaigns), Counter[str]())
+    lines.append(f"{_scopes(found)}, since they are counted")
     lines.append("faults: " + ", ".join(f"{kind} {n:,}" for kind, n in sorted(faults.items())))
     return "\n".join(lines)
+
+
+def _scopes(found: Counter[str]) -> str:
+    return f"changes with a scope: {found['begun']:,}, complete: {found['complete']:,}"
 
 
 def _seeds(given: list[int], seconds: float) -> Iterator[int]:
@@ -68,7 +74,8 @@ def main() -> int:
         print(summary([json.loads(line) for line in CAMPAIGNS.read_text().splitlines()]))
         return 0
     commit = _commit() if args.record else ""
-    began, failed, runs, injected, simulated_s = time.monotonic(), [], 0, Counter[str](), 0.0
+    began, failed, runs, simulated_s = time.monotonic(), [], 0, 0.0
+    injected, scopes = Counter[str](), Counter[str]()
     for seed in _seeds(args.seed, args.seconds):
         scenario = scenario_of(seed)
         if args.keep:
@@ -76,6 +83,7 @@ def main() -> int:
         outcome = run(scenario)
         runs, simulated_s = runs + 1, simulated_s + outcome.simulated_s
         injected += outcome.injected
+        scopes += outcome.scopes
         if args.trail:
             print("\n".join(outcome.trail))
         if outcome.problems:
@@ -86,6 +94,7 @@ def main() -> int:
     per_hour, per_cpu_hour = runs / seconds * 3600, runs / time.process_time() * 3600
     speed = f"{per_hour:.0f} per hour, {per_cpu_hour:.0f} per CPU-hour"
     print(f"{runs} seeds in {seconds:.1f} s, {speed}; {simulated_s:.0f} s simulated")
+    print(_scopes(scopes))
     print("faults: " + ", ".join(f"{kind} {n}" for kind, n in sorted(injected.items())))
     if args.record:
         entry = {
@@ -93,6 +102,7 @@ def main() -> int:
             "cpu_s": round(time.process_time(), 1),
             "seeds": runs,
             "simulated_s": round(simulated_s),
+            "scopes": dict(sorted(scopes.items())),
             "faults": dict(sorted(injected.items())),
             "failed": failed,
         }

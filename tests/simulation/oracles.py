@@ -6,6 +6,7 @@ the right node, at the right time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,6 +187,39 @@ def evaluations_wrong(events: Sequence[dict[str, Any]], spec: JobSpec) -> list[s
         loss = wanted[figure_of(spec.n_layers - 1)]
         if event["figures"] != wanted or event["loss"] != loss:
             wrong.append(f"the evaluation after step {event['step']} has other values: {event}")
+    return wrong
+
+
+def scopes(events: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Count the epoch changes that left nodes outside: `begun`, and those that were `complete`
+    before another epoch began."""
+    outside = {event["epoch"] for event in of(events, "halt") if event.get("outside")}
+    complete = {event["epoch"] for event in of(events, "recovery")}
+    return Counter(begun=len(outside), complete=len(outside & complete))
+
+
+def scopes_unfinished(
+    events: Sequence[dict[str, Any]],
+    entered: Mapping[int, Mapping[str, float]],
+    faults: Sequence[Injected],
+) -> list[str]:
+    """Each node that a change left outside has entered its epoch before the change is complete, or
+    another epoch follows. `entered`: epoch -> node -> time."""
+    halts, complete = of(events, "halt"), of(events, "recovery")
+    newest = max((event["epoch"] for event in halts), default=0)
+    ends = {event["epoch"]: event["at"] for event in complete}
+    if any(fault.kind == "unrecorded" for fault in faults):
+        newest += 1  # perhaps
+    wrong = []
+    for halt in halts:
+        epoch = halt["epoch"]
+        end = ends.get(epoch, math.inf if epoch == newest else None)
+        if end is None:
+            continue
+        times = entered.get(epoch, {})
+        missing = [node for node in halt.get("outside", ()) if times.get(node, math.inf) >= end]
+        if missing:
+            wrong.append(f"{missing} stayed outside, and no epoch follows {epoch}")
     return wrong
 
 

@@ -17,6 +17,8 @@ from tests.simulation.oracles import (
     checkpoints_missing,
     evaluations_wrong,
     out_of_memory,
+    scopes,
+    scopes_unfinished,
     steps_unreported,
     too_many_epochs,
 )
@@ -40,6 +42,22 @@ def test_five_epochs_per_minute_are_the_limit() -> None:
     assert not too_many_epochs(epochs(["contact"] * 6, 1.0, steps=(2,)))
     assert not too_many_epochs(epochs(["contact", "lost", "join"] * 3, 1.0))
     assert not too_many_epochs(epochs(["contact"] * 5 + ["resume"], 1.0)), "no failure"
+
+
+def test_nodes_outside_enter_the_epoch_or_another_one_follows() -> None:
+    halt = {"kind": "halt", "at": 1.0, "epoch": 2, "outside": ["a", "b"]}
+    complete = {"kind": "recovery", "at": 5.0, "epoch": 2}
+    after = {"kind": "halt", "at": 3.0, "epoch": 3}
+    both, late = {2: {"a": 2.0, "b": 4.0}}, {2: {"a": 2.0, "b": 6.0}}
+    assert not scopes_unfinished([halt, complete], both, ())
+    assert not scopes_unfinished([halt], late, ()), "the job ended first"
+    assert not scopes_unfinished([halt, after], {}, ())
+    assert scopes_unfinished([halt, complete], late, ()) == [
+        "['b'] stayed outside, and no epoch follows 2"
+    ]
+    assert scopes_unfinished([halt], {2: {"a": 2.0}}, ()), "no epoch follows"
+    assert not scopes_unfinished([halt], {}, [Injected("unrecorded", 1.0, 9.0, "lead")])
+    assert scopes([halt, complete, after]) == {"begun": 1, "complete": 1}
 
 
 STEPS = [{"kind": "step", "at": 10.0 * step, "step": step - 1} for step in (2, 4, 6)]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import pytest
 from elastic.agent.service import NodeAgent
 from elastic.coordinator.records.run_records import RunRecords
 from elastic.core.coordinator import transitions
-from elastic.core.job import absent_nodes, epoch_change, liveness
+from elastic.core.job import absent_nodes, epoch_change, liveness, scope
 from elastic.core.job.state import JobState, LossKind
 from elastic.core.policy import progress_watchdog
-from elastic.core.protocol.messages import StepDone, Stop
+from elastic.core.protocol.messages import Promise, StepDone, Stop
 from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable, VaultError
 from elastic.store import checkpoint_directory, checkpoint_format
 from elastic.worker.epoch_session import EpochSession
@@ -350,6 +351,7 @@ def test_a_wrong_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return choose(state, now)
 
     monkeypatch.setattr(epoch_change, "_choose", broken)
+    monkeypatch.setattr(scope, "outside_nodes", lambda *_: ())  # it needs no choice
     crash = dataclasses.replace(QUIET, faults=(Fault("worker-kill", 3.0, 0, 0, 0.0),))
     assert "the job ended with 3" in run(crash).problems[0]
 
@@ -474,6 +476,61 @@ def test_holders_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelReplica, "update", wrong)
     problems = run(dataclasses.replace(QUIET, nodes=4, verify_every=1)).problems
     assert len(problems) == 1 and "no bit was wrong: layer 0" in problems[0]
+
+
+# ---- changes with a scope ----
+
+SCOPED = dataclasses.replace(
+    QUIET,
+    nodes=4,
+    pipelines="2",
+    microbatches=12,
+    faults=(Fault("worker-kill", 0.6, 0, 0, 0.0),),
+    in_training=True,
+)
+"""The worker of a node is killed in the second of four steps, in one of two pipelines."""
+
+
+@pytest.mark.parametrize("kind", ["worker-kill", "kill", "power", "worker-stop"])
+def test_a_pipeline_that_lost_nothing_goes_on(kind: str) -> None:
+    outcome = run(dataclasses.replace(SCOPED, faults=(Fault(kind, 0.6, 0, 0, 0.0),)))
+    check(outcome)
+    assert outcome.scopes == {"begun": 1, "complete": 1}, outcome.text()
+    assert [e["step"] for e in outcome.events if e["kind"] == "step"] == [0, 1, 2, 3]
+
+
+def test_a_commit_in_spite_of_a_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = World.step_done
+
+    def late(self: World, step: int, links: ModelLinks) -> None:
+        if step == 1:
+            promise = Promise(links.epoch + 1, links.epoch, step)
+            links.process.local["promise"] = promise
+        done(self, step, links)
+
+    monkeypatch.setattr(World, "step_done", late)
+    problems = run(dataclasses.replace(SCOPED, faults=())).problems
+    assert any("in spite of Promise" in text for text in problems)
+
+
+def test_sums_that_are_not_as_promised_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker reports it as a failed installation, and the next epoch has no scope."""
+    kept = EpochSession._kept_layers
+
+    def forgets(self: EpochSession, after_layer: Callable[[], None]) -> object:
+        if self._assignment.promised:
+            for replica in self._context.replicas.values():
+                replica.clear()
+        return kept(self, after_layer)
+
+    monkeypatch.setattr(EpochSession, "_kept_layers", forgets)
+    outcome = run(SCOPED)
+    check(outcome)
+    assert outcome.scopes == {"begun": 1, "complete": 0}, outcome.text()
+    halts = [event for event in outcome.events if event["kind"] == "halt"]
+    assert [bool(event.get("outside")) for event in halts] == [False, True, False]
 
 
 # ---- the network ----

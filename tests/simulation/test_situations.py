@@ -358,7 +358,7 @@ def test_a_node_that_leaves_waits_for_no_checkpoint_that_the_store_has_forgotten
     monkeypatch.setattr(StoreMachine, "forget", lambda store, _: forget(store, 9.0))
     back = [Fault("back", 5.0 + 2.0 * node, node, 0, 0.5) for node in range(3)]
     restored = Fault("lead-amnesia", 12.0, 0, 0, 0.5)
-    leaves = Fault("drain", 22.0, 2, 0, 0.0)
+    leaves = Fault("drain", 32.0, 2, 0, 0.0)
     job = dataclasses.replace(QUIET, nodes=4, steps=110, checkpoint_every=2, grace_s=30.0)
     outcome = run(dataclasses.replace(job, faults=(*back, restored, leaves)))
     check(outcome)

@@ -4,7 +4,11 @@ Real are the connection to the agent, the session of each epoch, loading by reci
 (`Protection`, `Publisher`, `ActivationLog`) and the final hash. `ModelLinks`, `ModelSteps` and
 `ModelEvaluations` stand in for `Links`, `StepRunner` and `EvaluationRunner`: they compute as a
 delay, do not wait for the micro-batches of other stages, and meet the other workers at the
-reduction, at the commit and after an evaluation.
+reduction, at the commit and after an evaluation. A stage needs the connections inside its pipeline
+until it has computed its last micro-batch.
+
+The place of a worker in its step decides whether it promises to halt at its meeting point. The real
+`MeetingPoint` has it, and `ModelSteps` tells it as `StepRunner` does.
 """
 
 from __future__ import annotations
@@ -84,8 +88,7 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
     while True:
         order = agent.next_order()
         if isinstance(order, m.Stop):
-            agent.close()
-            context.publisher.close()
+            context.release()
             return order.code
         if order.epoch > left_epoch:
             with crash_on_node_fault(agent.send, settings.local_rank):
@@ -94,7 +97,7 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
 
 
 class ObservedAgent(AgentClient):
-    """Notes which nodes report a step at once."""
+    """Notes which nodes report a step at once, and what workers promise."""
 
     def __init__(self, world: Any, settings: WorkerSettings) -> None:
         super().__init__(settings)
@@ -105,6 +108,10 @@ class ObservedAgent(AgentClient):
         if isinstance(message, m.StepDone) and not message.spare:
             report = Reported(self._world.scheduler.now, self._node)
             self._world.reports[message.record.step].append(report)
+        if isinstance(message, m.Promise):
+            self._world.promised(self._node, message)
+        if isinstance(message, m.Halted):
+            self._world.scheduler.log(f"{self._node} has halted: {message}")
 
 
 class Context:
@@ -118,6 +125,7 @@ class Context:
         self.publisher = Publisher(agent.send, memory, settings.node)
         self.replicas: dict[int, Any] = {}
         self.protection: Any = None
+        self.left_links: ModelLinks | None = None
         self.evaluated: Any = None
         self.injector = SimpleNamespace(
             recoveries=0, reach=lambda *_: None, stretch=lambda seconds: None
@@ -135,9 +143,15 @@ class Context:
         )
 
     def on_acked(self, acked: m.BundleAcknowledged) -> None:
-        self.publisher.on_acked(acked.bundle, acked.kept)
-        if self.protection is not None:
+        counts = self.publisher.on_acked(acked.bundle, acked.kept)
+        if counts and self.protection is not None:
             self.protection.on_acked(acked.bundle, acked.kept)
+
+    def release(self) -> None:
+        self.agent.close()
+        if self.left_links is not None:
+            self.left_links.close()
+        self.publisher.close()
 
     def build_replica(self, layer: int, empty: bool, portion: Portion = WHOLE) -> ModelReplica:
         return ModelReplica(self.world.spec, layer, self.settings.node)
@@ -146,15 +160,26 @@ class Context:
 class ModelLinks:
     """Connections of a worker to all others of an epoch, over simulated connections.
 
-    `open` returns when the workers of the pipeline are connected; a task connects all."""
+    `open` returns when the workers of the pipeline are connected; a task connects all. If that
+    fails, or a collective does, or the epoch is abandoned gently, the connections stay open until
+    the owner closes them: other workers of the pipeline may still compute.
+    """
 
     device = torch.device("cpu")
 
     def __init__(
-        self, world: Any, process: Process, epoch: int, rank: int, size: int, abandon: AbandonSignal
+        self,
+        world: Any,
+        process: Process,
+        epoch: int,
+        rank: int,
+        size: int,
+        near: Sequence[int],
+        abandon: AbandonSignal,
     ) -> None:
+        """`near`: ranks of the pipeline."""
         self.world, self.process, self.epoch = world, process, epoch
-        self.rank, self.size, self.abandon = rank, size, abandon
+        self.rank, self.size, self.near, self.abandon = rank, size, near, abandon
         self.max_unreceived = 0
         self.ends: dict[int, Endpoint] = {}
         self.closed = False
@@ -167,16 +192,16 @@ class ModelLinks:
         """Meet the workers of the pipeline and connect to them, then all workers of the epoch."""
         scheduler = world.scheduler
         process = scheduler.current.process
-        links = cls(
-            world, process, given["epoch"], given["rank"], given["world_size"], given["abandon"]
-        )
         abandon: AbandonSignal = given["abandon"]
-        abandon.subscribe(links.wake)
+        ranks = given["rank"], given["world_size"], given["pipeline"]
+        links = cls(world, process, given["epoch"], *ranks, abandon)
+        abandon.subscribe(links._on_abandoned)
         present = world.meetings.setdefault(links.epoch, {})
         present[links.rank] = links
         for other in list(present.values()):
             other.wake()
-        links._meet(present, given["pipeline"], given["open_s"])
+        links._meet(present, links.near, given["open_s"])
+        world.entered(links)
         scheduler.spawn(process, "open-all", lambda: links._open_all(present, given["open_s"]))
         return links
 
@@ -188,7 +213,6 @@ class ModelLinks:
             except LinkFailed as error:
                 if not self.closed:
                     self._error = error
-                    self.close()
             self.wake()
 
     def _meet(self, present: dict[int, ModelLinks], ranks: Collection[int], open_s: float) -> None:
@@ -218,6 +242,25 @@ class ModelLinks:
         if self._error is not None:
             self.abandon.check()
             raise self._error
+
+    def check_near(self) -> None:
+        """Raise LinkFailed, and close all connections, if a worker of the pipeline is gone whose
+        messages this worker needs. Raises EpochAbandoned."""
+        self.abandon.check()
+        gone = [
+            rank
+            for rank in self.near
+            if rank != self.rank and self.ends[rank].ended and not self.ends[rank].inbox
+        ]
+        if self.closed or gone:
+            self.close()
+            raise LinkFailed(tuple(gone), f"ranks {gone} of the pipeline closed the connection")
+
+    def _on_abandoned(self) -> None:
+        if self.abandon.gentle:
+            self.wake()
+        else:
+            self.close()
 
     def wake(self) -> None:
         for task in self._pausing:
@@ -255,8 +298,10 @@ class ModelLinks:
         return found
 
     def close(self) -> None:
+        if self.closed:
+            return
         self.closed = True
-        self.abandon.unsubscribe(self.wake)
+        self.abandon.unsubscribe(self._on_abandoned)
         self.wake()
         for end in self.ends.values():
             end.on_arrival = None
@@ -291,6 +336,7 @@ class ModelSteps:
         mine = todo[self._member.pipeline]
         if not mine:
             self._p.protection.enter()
+        self._p.agent.meeting.depart(step)
         for index in mine:
             self._microbatch(index, 0, self._world.spec.n_layers, covered)
         reduced, halt_epoch = self._reduce_and_commit()
@@ -332,6 +378,7 @@ class ModelSteps:
         self, index: int, first: int, last: int, covered: Mapping[int, frozenset[int]]
     ) -> None:
         p, world = self._p, self._world
+        self._links.check_near()
         self._position.update("compute", self.step, index)
         self.runner.started.add(index)
         world.scheduler.sleep(world.microbatch_s * world.scheduler.uniform(0.5, 1.5))
@@ -365,6 +412,7 @@ class ModelSteps:
         p, step = self._p, self.step
         self._position.update("wait", step)
         p.protection.after_microbatches()
+        p.agent.meeting.arrive()
         sums = {r.index: (r.gradient.clone(), frozenset(r.ledger)) for r in p.replicas}
         nbytes = sum(r.gradient_nbytes for r in p.replicas) * 4
         gathered = self._links.all_gather(("reduce", step), sums, nbytes)
@@ -377,6 +425,7 @@ class ModelSteps:
         mine = self._contribution(step, halt, p.checks.verifies(step))
         answers = self._links.all_gather(("commit", step), mine, 200)
         compare([answers[rank] for rank in sorted(answers)], p.roster)
+        p.agent.meeting.accept()
         self._check(gathered, reduced)
         return reduced, max(one.halt_epoch for one in answers.values())
 

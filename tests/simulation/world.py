@@ -29,6 +29,7 @@ from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import service as coordinator_service
 from elastic.core.job.checkpoints import MAX_PENDING
 from elastic.core.node.node import ProcessSample
+from elastic.core.protocol.messages import Promise
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import (
@@ -79,6 +80,10 @@ SCHEMES = (
 VAULT_LOST = ("power", "kill", "back")
 HANGS = ("worker-stop", "worker-spin", "worker-mute")
 WORKER_KINDS = ("worker-kill", *HANGS)
+DAMAGES = ("kill", "kill", "power", "back", "worker-kill", "worker-kill", "worker-stop")
+"""Faults that damage one pipeline only."""
+SCOPES = 0.5
+"""Share of the scenarios with several pipelines and such a fault."""
 DISK = ("disk-full", "disk-error")
 PATIENT = ("disk-slow", "disk-hang")
 PATHS = ("cut-path", "cut-pair", "slow-path")
@@ -176,6 +181,8 @@ class Scenario:
     """Whether the times of the faults count from the first finished step."""
     evaluate_every: int = 0
     """The model is evaluated after every so many steps, and at the end; 0: never."""
+    pipelines: str = "auto"
+    """Requested pipelines of the plan."""
 
     @property
     def training_s(self) -> float:
@@ -201,11 +208,10 @@ def scenario_of(seed: int) -> Scenario:
     steps = max(rng.choice((4, 6, 8, 12)), math.ceil(least_s / step_s))
     disk_s = rng.choice((0.001, 0.001, 0.05))
     every = rng.choice((1, 2, 3) if {*kinds} & {*DISK, *PATIENT} else (0, 1, 2, 3))
-    if every and disk_s > 0.01:
-        every = max(every, math.ceil(steps / MAX_PENDING))
+    every = _seldom(every, steps, disk_s)
     first_s = 0.0 if in_training else 1.0
     last_s = 0.8 * min(steps * step_s, 25.0) if in_training else 5.0 + MESSAGES * latency_s
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         nodes=rng.choice((2, 3, 3, 4, 5)),
         coordinators=rng.choice((1, 1, 2)),
@@ -226,6 +232,37 @@ def scenario_of(seed: int) -> Scenario:
         grace_s=rng.choice((0.0, 5.0, 30.0)),
         in_training=in_training,
         evaluate_every=rng.choice((0, 0, 1, 3)),
+    )
+    return _with_scopes(rng, scenario) if rng.random() < SCOPES else scenario
+
+
+def _seldom(every: int, steps: int, disk_s: float) -> int:
+    """Return how often a job writes checkpoints, if a slow disk has time for few of them only."""
+    slow = every and disk_s > 0.01
+    return max(every, math.ceil(steps / MAX_PENDING)) if slow else every
+
+
+def _with_scopes(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Return the job with several pipelines, one of which is damaged while all of them run. Its
+    steps are longer, so that the others often compute meanwhile."""
+    microbatches, nodes = rng.choice((4, 6, 12)), rng.choice((4, 5, 6, 6))
+    step_s = _step_s(microbatches, scenario.microbatch_s, scenario.latency_s)
+    least_s = LONG_JOB_S if scenario.training_s >= LONG_JOB_S else TRAINING_S
+    steps = max(rng.choice((4, 6, 8)), math.ceil(least_s / step_s))
+    seconds, victim = rng.choice(LENGTHS_S), rng.randrange(8)
+    at = rng.uniform(0.0, 0.8 * min(steps * step_s, 25.0))
+    if not scenario.in_training:
+        at += 5.0 + MESSAGES * scenario.latency_s
+    damage = Fault(rng.choice(DAMAGES), round(at, 3), victim, 0, seconds)
+    faults = sorted((*scenario.faults, damage), key=lambda fault: fault.at)
+    return dataclasses.replace(
+        scenario,
+        nodes=nodes,
+        pipelines=rng.choice(("2", "2", "3")),
+        microbatches=microbatches,
+        steps=steps,
+        checkpoint_every=_seldom(scenario.checkpoint_every, steps, scenario.disk_s),
+        faults=tuple(faults),
     )
 
 
@@ -281,6 +318,11 @@ class Outcome:
     left_s: float = 0.0
     """Time from the end of the job to that of the last process."""
 
+    @property
+    def scopes(self) -> Counter[str]:
+        """Epoch changes that left nodes outside, by the result."""
+        return oracles.scopes(self.events)
+
     def text(self) -> str:
         return "\n".join([f"seed {self.scenario.seed}: {self.scenario}", *self.problems])
 
@@ -306,6 +348,7 @@ def _config_of(scenario: Scenario, directory: Path) -> JobConfig:
         coordinators=count,
         store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
         backup=scenario.backup,
+        pipelines=scenario.pipelines,
         accumulate=Accumulate.EXACT,
         verify_every=scenario.verify_every,
         grace_s=grace_s,
@@ -330,6 +373,8 @@ class World:
             evaluation_microbatches=EVALUATION_MICROBATCHES if scenario.evaluate_every else 0,
         )
         self.meetings: dict[int, dict[int, worker.ModelLinks]] = {}
+        self._entered: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        """Epoch -> node -> time at which its worker was connected to those of its pipeline."""
         self.problems: list[str] = []
         self._injected: Counter[str] = Counter()
         self.faults: list[oracles.Injected] = []
@@ -418,7 +463,18 @@ class World:
             self._cpu[pid] += 1
         return ProcessSample(rank, process.stopped, self._cpu[pid] / 10)
 
+    def entered(self, links: worker.ModelLinks) -> None:
+        """A worker is connected to those of its pipeline."""
+        self._entered[links.epoch][links.process.host.name] = self.scheduler.now
+
+    def promised(self, node: str, promise: Promise) -> None:
+        process_of(self.scheduler).local["promise"] = promise
+        self.scheduler.log(f"{node} promises: {promise}")
+
     def step_done(self, step: int, links: worker.ModelLinks) -> None:
+        promise: Promise | None = links.process.local.get("promise")
+        if promise is not None and links.epoch < promise.epoch:
+            self.violation(f"{links.process.name} takes part in step {step}, in spite of {promise}")
         if not self.moved_at and self.scenario.in_training:
             self._plan_faults()
         self.moved_at = self.scheduler.now
@@ -917,6 +973,8 @@ class World:
         if unknown:
             self.violation(f"steps {unknown} were not reported")
         for text in oracles.evaluations_wrong(events, self.spec):
+            self.violation(text)
+        for text in oracles.scopes_unfinished(events, self._entered, self.faults):
             self.violation(text)
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []

@@ -16,6 +16,7 @@ from elastic.domain.errors import VaultError
 from elastic.domain.types import Assignment, Unit
 from elastic.planning.plan.plan import parse_plan
 from elastic.worker import epoch_session
+from elastic.worker.control.meeting_point import MeetingPoint
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
@@ -35,6 +36,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.abandon, self.sent = AbandonSignal(), list[Any]()
+        self.meeting = MeetingPoint("a")
         self.placed = threading.Event()
         """Set when the rank waits for an order, for the other rank, or in its installation."""
         self._ordered = threading.Event()
@@ -136,6 +138,7 @@ def test_all_ranks_of_a_group_leave(
             replicas={},
             evaluated=None,
             protection=None,
+            left_links=None,
         )
         session = EpochSession(context, order)
         threads.append(threading.Thread(target=session.run, daemon=True))

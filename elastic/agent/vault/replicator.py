@@ -7,6 +7,9 @@ or can store no copies at all, the bundle is given up but acknowledged, so that 
 bundle without a peer is acknowledged when it is the first in the queue; an empty one is a probe and
 acknowledged at once, because its worker's earlier bundles are read. An unexpected error holds a
 bundle like any other, because training waits for the acknowledgement.
+
+While workers go on to the meeting point (docs/design/local-recovery.md), nothing repairs a lost
+peer, so `stop_holding` lets bundles be acknowledged as not kept instead of being held.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,8 +59,9 @@ class Replicator:
     """Sends bundles of copies to peers on a thread of its own; all callbacks run on this thread.
 
     `acked(worker, bundle, kept)` is called once for each finished bundle; `kept` is False if the
-    peer had no room. `failed(epoch, bundle, peer, error)` is called every few seconds while a
-    bundle is held; `epoch` is the epoch at the time of the failure.
+    peer does not have it: it had no room, or the bundle may not be held. `failed(epoch, bundle,
+    peer, error)` is called every few seconds while a bundle is held; `epoch` is the epoch at the
+    time of the failure.
     """
 
     def __init__(
@@ -92,6 +96,8 @@ class Replicator:
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._queue: deque[_Bundle] = deque()
+        self._holds, self._lost = True, set[str]()
+        """Whether bundles may be held, and peers whose bundles are neither sent nor held."""
         self._vaults: dict[str, str] = {}
         self._clients: dict[str, VaultClient] = {}
         self._round, self._epoch, self._closed = 0, 0, False
@@ -137,6 +143,22 @@ class Replicator:
             self._epoch = max(self._epoch, epoch)
             self._clear()
 
+    def stop_holding(self, peers: Collection[str] | None) -> None:
+        """Until the next epoch or reset, acknowledge the bundles for `peers` as not kept, and send
+        them nothing. None: acknowledge each bundle that would be held as not kept.
+
+        This includes the bundle that is held or in transfer now. It causes no report.
+        """
+        which = "that cannot be delivered" if peers is None else f"for {', '.join(sorted(peers))}"
+        if peers is None or peers:
+            log.info("bundles %s are not held until the next epoch", which)
+        with self._changed:
+            self._holds = self._holds and peers is not None
+            self._lost |= set(peers or ())
+            for peer in self._lost & self._clients.keys():
+                self._clients.pop(peer).close()
+            self._changed.notify_all()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -161,6 +183,7 @@ class Replicator:
 
     def _clear(self) -> None:
         self._round += 1
+        self._holds, self._lost = True, set()
         self._queue.clear()
         while self._clients:
             self._clients.popitem()[1].close()
@@ -174,15 +197,17 @@ class Replicator:
                 run_callback(partial(self._prepare, bundle.published))
                 prepared = bundle
             error = self._deliver(bundle)
-            if error is None or isinstance(error, VaultFull | SlotError):
-                pause_s, reported = RETRY_S, (-1, 0.0)
-                self._finish(bundle, error)
-                continue
-            if reported[0] != bundle.round or time.monotonic() - reported[1] > REPORT_S:
-                self._report_held(bundle, error)
-                reported = bundle.round, time.monotonic()
-            self._pause(bundle, pause_s)
-            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            refused = isinstance(error, VaultFull | SlotError)
+            if error is not None and not refused and self._may_hold(bundle):
+                if reported[0] != bundle.round or time.monotonic() - reported[1] > REPORT_S:
+                    self._report_held(bundle, error)
+                    reported = bundle.round, time.monotonic()
+                self._pause(bundle, pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                if self._may_hold(bundle):
+                    continue
+            pause_s, reported = RETRY_S, (-1, 0.0)
+            self._finish(bundle, error)
 
     def _next(self) -> _Bundle | None:
         """Wait for the oldest bundle and return it, still queued; None after `close`."""
@@ -211,6 +236,8 @@ class Replicator:
         with self._changed:
             if bundle.round != self._round:
                 raise StaleError("the epoch is over")
+            if peer in self._lost:
+                raise VaultError(f"{peer} is lost")
             if peer not in self._vaults:
                 raise VaultError(f"no vault of {peer} is known")
             if peer not in self._clients:
@@ -226,26 +253,28 @@ class Replicator:
             return self._clients[peer]
 
     def _report_held(self, bundle: _Bundle, error: ElasticError) -> None:
-        """Log and report that a bundle is held, unless a reset has dropped it."""
+        """Log and report that a bundle is held, unless a reset has dropped it or it may not be held
+        any more."""
         with self._changed:
             epoch = self._epoch
-            if bundle.round != self._round:
+            if bundle.round != self._round or not self._may_hold(bundle):
                 return
         number, peer = bundle.published.bundle, bundle.published.peer
         log.warning("bundle %d for %s is held: %s", number, peer, error)
         self._failed(epoch, number, peer, error)
 
-    def _finish(self, bundle: _Bundle, refusal: VaultFull | SlotError | None) -> None:
-        """Remove the bundle and acknowledge it, unless a reset has dropped it. `refusal`: the error
-        if the peer cannot store the bundle, else None."""
+    def _may_hold(self, bundle: _Bundle) -> bool:
+        """Return whether the bundle may be held. One that a reset has dropped needs no end."""
+        with self._changed:
+            may = self._holds and bundle.published.peer not in self._lost
+            return may or bundle.round != self._round
+
+    def _finish(self, bundle: _Bundle, error: ElasticError | None) -> None:
+        """Remove the bundle and acknowledge it, unless a reset has dropped it. `error`: the reason
+        why the peer does not have the bundle, else None."""
         peer, number = bundle.published.peer, bundle.published.bundle
-        if refusal is not None and (bundle.round, peer) not in self._refusals:
-            of_round = {entry for entry in self._refusals if entry[0] == bundle.round}
-            self._refusals = {*of_round, (bundle.round, peer)}
-            text = "%s cannot keep copies of this node; training continues without them: %s"
-            log.warning(text, peer, refusal)
-            report = self._no_room if isinstance(refusal, VaultFull) else self._broken
-            report(peer, str(refusal))
+        if isinstance(error, VaultFull | SlotError):
+            self._report_refusal(bundle, error)
         with self._changed:
             if bundle.round != self._round:
                 return
@@ -253,15 +282,32 @@ class Replicator:
         if peer:
             copies = [local.copy for local in bundle.published.copies]
             seconds = time.monotonic() - bundle.announced
-            run_callback(partial(self._delivered, copies, seconds, refusal is None))
-        self._acked(bundle.worker, number, refusal is None)
+            run_callback(partial(self._delivered, copies, seconds, error is None))
+        self._acked(bundle.worker, number, error is None)
+
+    def _report_refusal(self, bundle: _Bundle, refusal: VaultFull | SlotError) -> None:
+        """Log and report the first bundle of an epoch that a peer, unless it is lost, refuses."""
+        peer = bundle.published.peer
+        with self._changed:
+            lost = peer in self._lost
+        if lost or (bundle.round, peer) in self._refusals:
+            return
+        of_round = {entry for entry in self._refusals if entry[0] == bundle.round}
+        self._refusals = {*of_round, (bundle.round, peer)}
+        text = "%s cannot keep copies of this node; training continues without them: %s"
+        log.warning(text, peer, refusal)
+        report = self._no_room if isinstance(refusal, VaultFull) else self._broken
+        report(peer, str(refusal))
 
     def _pause(self, bundle: _Bundle, pause_s: float) -> None:
         with self._changed:
             addresses = self._vaults
             self._changed.wait_for(
                 lambda: (
-                    self._closed or bundle.round != self._round or addresses is not self._vaults
+                    self._closed
+                    or bundle.round != self._round
+                    or addresses is not self._vaults
+                    or not self._may_hold(bundle)
                 ),
                 pause_s,
             )

@@ -128,6 +128,8 @@ class Vault:
         """Number of readers per path of a slot, also of copies that were dropped meanwhile."""
         self._gone: set[tuple[Path, str]] = set()
         self._fence = self._trimmed = 0
+        self._outside: dict[str, int] = {}
+        """Owner -> oldest epoch of its copies that are accepted in spite of the fence."""
         self._published = -1
         """Newest step of a state that a local worker has published."""
         self._running = -1
@@ -198,10 +200,18 @@ class Vault:
             raise
         return made
 
-    def fence(self, epoch: int) -> None:
-        """Reject arriving copies of epochs below `epoch`, including those in transfer."""
+    def fence(self, epoch: int, outside: Collection[str] = (), publishing: int = 0) -> None:
+        """Reject arriving copies of epochs below `epoch`, including those in transfer.
+
+        The owners in `outside` still train in the epoch `publishing`, so their copies of this epoch
+        and later ones are accepted until the trim of `epoch`, or a higher fence. Another call for
+        the same epoch adds its owners; a call for a lower one has no effect.
+        """
         with self._lock:
-            self._fence = max(self._fence, epoch)
+            if epoch > self._fence:
+                self._fence, self._outside = epoch, {}
+            if epoch == self._fence and epoch > self._trimmed:
+                self._outside |= dict.fromkeys(outside, publishing)
 
     # ---- copies go out ----
 
@@ -275,7 +285,8 @@ class Vault:
 
     def trim(self, epoch: int, step: int = -1) -> None:
         """Drop copies of epochs below `epoch`, return unused slots to workers, and remove the slots
-        of dead workers in the background.
+        of dead workers in the background. All nodes are in `epoch`, so the fence has no exceptions
+        any more.
 
         Logged messages of `step`, in which the epoch began, stay until a local worker publishes
         the state of another step.
@@ -284,6 +295,8 @@ class Vault:
             copies = [entry.copy for entry in self._entries.values()]
             over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
             self._trimmed, self._running = epoch, -1 if over else step
+            if epoch >= self._fence:
+                self._outside = {}
             self._drop_old()
         self._background(self._free_slots)
 
@@ -338,7 +351,8 @@ class Vault:
             self._gone.add((directory, slot_prefix(pid)))
 
     def enter(self, epoch: int, step: int) -> None:
-        """Begin `epoch` at `step`: fence older epochs and drop their copies of later steps."""
+        """Begin `epoch` at `step`: fence older epochs and drop their copies of later steps. If the
+        epoch is fenced already, the exceptions stay, because other nodes may enter it later."""
         with self._lock:
             self.fence(epoch)
             self._drop_all(abandoned([entry.copy for entry in self._entries.values()], epoch, step))
@@ -398,9 +412,10 @@ class Vault:
             raise VaultError(text)
 
     def _check_epoch(self, copy: Copy, trusted: bool) -> None:
-        if copy.epoch < self._fence and not trusted:
+        oldest = self._outside.get(copy.owner, self._fence)
+        if copy.epoch < oldest and not trusted:
             raise StaleError(
-                f"{copy.key} is of epoch {copy.epoch}; {self.node} rejects any below {self._fence}"
+                f"{copy.key} is of epoch {copy.epoch}; {self.node} rejects any below {oldest}"
             )
 
     def _add(self, copy: Copy, slot: SharedSlot, trusted: bool) -> None:

@@ -14,7 +14,7 @@ from elastic.domain.types import JobSpec, Plan
 from elastic.planning.plan.plan import format_plan
 from elastic.planning.plan.shape import nearest_shape
 
-PLAN_FIELDS = ("step", "reason", "todo", "partial")
+PLAN_FIELDS = ("step", "reason", "todo", "partial", "promised")
 """Fields of a `plan` log entry that events.jsonl keeps."""
 
 
@@ -147,7 +147,7 @@ def plan_entry(
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
         "epoch": plan.epoch,
         "peak_tflops": peak_tflops,
-        **{name: entry[name] for name in PLAN_FIELDS},
+        **{name: entry[name] for name in PLAN_FIELDS if name in entry},
     }
 
 

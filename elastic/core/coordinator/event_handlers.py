@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.job import checkpoints
+from elastic.core.job import checkpoints, scope
 from elastic.core.job.absent_nodes import with_returned, with_unknown
 from elastic.core.job.epoch_change import missed_prefetch, repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
@@ -167,7 +167,7 @@ def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
     if member.launch is not None and report.restart < member.launch.restart:
         orders = (Send(node, member.launch),)
     if state.phase is JobPhase.HALTING and report.epoch < state.epoch and state.change is not None:
-        return (*orders, Send(node, m.Halt(state.epoch, state.change.boundary)))
+        return (*orders, Send(node, scope.halt_order(state)))
     installed = state.phase in (JobPhase.INSTALLING, JobPhase.RUNNING)
     halted = report.epoch == state.epoch and report.phase is NodePhase.HALTED
     if installed and halted and state.assignment:

@@ -22,13 +22,15 @@ from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
-from elastic.core.job import absent_nodes, checkpoints, clock, liveness, quarantine
+from elastic.core.job import absent_nodes, checkpoints, clock, liveness, quarantine, scope
 from elastic.core.job.epoch_change import (
     begin_change,
     candidates,
     consider_joining,
     decide_plan,
     divergence_reports,
+    halt_all,
+    improve_plan,
     plan_request,
     resume_if_feasible,
     without_joining,
@@ -433,10 +435,10 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
         cause = _fault(state, now) or _notice_ends(state, now)
         if cause is not None:
             return begin_change(state, cause, now)
-    halted = all(
-        mb.connected and mb.report.epoch >= state.epoch and mb.halted
-        for mb in state.members.values()
-    )
+    apart = _outside_problem(state, now)
+    if apart is not None:
+        return apart
+    halted = all(mb.connected and scope.has_answered(state, mb) for mb in state.members.values())
     if not halted or restart_policy.is_waiting(state, now):
         return None
     settled = drain.settle(state, now)
@@ -447,6 +449,18 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
         if verdict is not None or progress_watchdog.is_paused(state, now):
             return verdict
     return restart_policy.decide_wait(state, now) or decide_plan(state, now)
+
+
+def _outside_problem(state: JobState, now: float) -> JobTransition | None:
+    """Halt all nodes at once if those outside the change cannot stay outside, or a node must leave
+    before they have finished."""
+    if not scope.is_any_awaited(state):
+        return None
+    notice = _notice_ends(state, now)
+    why = scope.problem(state) or (notice.text if notice is not None else "")
+    if not why and divergence_reports(state):
+        why = "holders of a layer disagree"
+    return halt_all(state, why, now) if why else None
 
 
 def _notice_ends(state: JobState, now: float) -> Cause | None:
@@ -467,8 +481,14 @@ def _installing(state: JobState, now: float) -> JobTransition | None:
     cause = _fault(state, now)
     if cause is not None:
         # If a micro-batch of this epoch was computed before the fault, the change is complete and
-        # the epoch has run. The next call of this rule then begins a new change for the fault.
-        return _complete_change(state.of(trained=True)) or begin_change(state, cause, now)
+        # the epoch has run. The next call of this rule then begins a new change for the fault. But
+        # as long as nodes run the old plan, the change is not complete.
+        whole = not scope.is_any_awaited(state)
+        completed = _complete_change(state.of(trained=True)) if whole else None
+        return completed or begin_change(state, cause, now)
+    apart = _outside_problem(state, now)
+    if apart is not None:
+        return apart
     assert state.plan is not None
     reports = [state.members[node].report for node in state.plan.nodes()]
     ready = (NodePhase.RUNNING, NodePhase.FINISHED)
@@ -539,6 +559,7 @@ def _running(state: JobState, now: float) -> JobTransition | None:
         or _join(state, now)
         or rebalance_stragglers(state, now)
         or change_backup(state, now)
+        or improve_plan(state, now)
     )
 
 

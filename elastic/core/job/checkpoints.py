@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from elastic.core.job import scope
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -65,7 +66,8 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
         stays = part.step in state.lost_checkpoints and not part.error
         return state, (_removal(state, part.step),) if stays else (), ""
     if part.error:
-        if present is not None and part.epoch < present.plan.epoch:
+        old = present is not None and part.epoch < present.plan.epoch
+        if old and not scope.is_awaited(state, part.node):  # its states are written again
             return state, (), ""
         failed = ((part.step, _writer(part.node, slot)) for slot in part.layers)
         state = state.of(failed_writers=tuple(dict.fromkeys((*state.failed_writers, *failed))))

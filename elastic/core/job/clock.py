@@ -41,6 +41,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "counted_at",
         "history",
         "reconsider_at",
+        "improve_at",
         "health",
         "paths",
         "doubt_since",

@@ -2,7 +2,9 @@
 
 The plan changes after a fault, or for a planned change of the cluster:
 
-1. `begin_change` raises the epoch and orders every node to halt.
+1. `begin_change` raises the epoch and orders every node to halt. After the loss of a node, nodes
+   of other pipelines may stay outside: they halt when they have finished their micro-batches
+   (`elastic.core.job.scope`).
 2. When all nodes have halted and reported, `decide_plan` makes the plan, decides from which copies
    each layer's state comes (`elastic.core.recovery.recovery`) and sends the assignment.
 3. When the first micro-batch of the epoch was computed, the change is complete
@@ -27,7 +29,14 @@ from functools import partial
 from math import inf
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
-from elastic.core.job import absent_nodes, checkpoints, join_policy, quarantine, reachability
+from elastic.core.job import (
+    absent_nodes,
+    checkpoints,
+    join_policy,
+    quarantine,
+    reachability,
+    scope,
+)
 from elastic.core.job.goodput import evaluation_entries, nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions, fetch_time
 from elastic.core.job.membership import end_job
@@ -49,10 +58,21 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.recovery import divergence, lineage, partial_replay, recovery
 from elastic.domain.errors import EXIT_UNRECOVERABLE, FieldError, InfeasiblePlan, Unrecoverable
-from elastic.domain.types import EvaluationResult, NodeInfo, Plan, StepRecord
+from elastic.domain.types import (
+    GRADIENT,
+    REDUCED,
+    Copy,
+    EvaluationResult,
+    NodeInfo,
+    Plan,
+    StepRecord,
+)
 from elastic.planning.plan.schemes import state_of
+from elastic.planning.search.repair import repair
 from elastic.planning.search.search import PlanRequest, make_plan
 
+FOR_SPEED = "another plan is faster"
+"""Beginning of the cause of a change that replaces a repaired plan."""
 MAX_SOLUTIONS = 16
 """Maximum number of attempts to find copies that no node fetches over a bad path."""
 
@@ -60,7 +80,8 @@ MAX_SOLUTIONS = 16
 def begin_change(
     state: JobState, cause: Cause, now: float, *, boundary: bool = False
 ) -> JobTransition:
-    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step.
+    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step. Nodes that
+    a loss does not touch may halt later, if the others can repair the plan.
 
     The new epoch is above every epoch that a member or one of its copies knows, also if the store
     lost its last writes.
@@ -91,6 +112,9 @@ def begin_change(
         replayed=old.replayed if old else frozenset(),
         rerun=old.rerun if old else 0,
     )
+    outside = () if boundary else scope.outside_nodes(state, cause, gone)
+    if outside and _repaired(state, epoch, outside, change.lost) is not None:
+        change = replace(change, outside=outside)
     state = state.of(
         epoch=epoch,
         phase=JobPhase.HALTING,
@@ -106,15 +130,49 @@ def begin_change(
         "cause_nodes": list(cause.nodes),
         "boundary": boundary,
     }
-    sends = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
+    if change.outside:
+        entry["outside"] = list(change.outside)
+    halt = scope.halt_order(state)
+    sends = [Send(node, halt) for node in state.members]
     return state, (*sends, LogEntry("halt", entry)), f"epoch {epoch}: {cause.text}"
 
 
+def _repaired(
+    state: JobState, epoch: int, outside: tuple[str, ...], back: tuple[str, ...] = ()
+) -> Plan | None:
+    """Return a plan for `epoch` that leaves the pipelines of the nodes `outside` as they are; None:
+    there is none.
+
+    `back`: nodes whose workers are gone. Those that are members count as if their workers had been
+    restarted already.
+    """
+    if not back:
+        return repair(plan_request(state, epoch), outside)
+    members = {
+        node: replace(mb, report=replace(mb.report, able=True)) if node in back else mb
+        for node, mb in state.members.items()
+    }
+    return repair(plan_request(state.of(members=members), epoch), outside)
+
+
+def halt_all(state: JobState, why: str, now: float) -> JobTransition:
+    """Begin the next epoch, for which all nodes halt at once, because of a change whose nodes
+    outside cannot stay outside. It has the same causes."""
+    before, halting = state.change, state.phase is JobPhase.HALTING
+    assert before is not None
+    state, actions, _ = repeat_halt(state, now)
+    assert state.change is not None
+    change = replace(state.change, continued=halting, wait_until=max(0.0, before.wait_until))
+    return state.of(change=change), actions, f"all nodes halt: {why}"
+
+
 def repeat_halt(state: JobState, now: float) -> JobTransition:
-    """Raise the epoch of a change whose plan is not decided, for the same causes."""
+    """Raise the epoch of a change whose plan is not decided, for the same causes. All nodes halt at
+    once: some may run the plan of a planned change already, if the store lost the last write. They
+    would wait for the others in its first commit."""
     before = state.change
     assert before is not None
-    state, actions, reason = begin_change(state, before.causes[-1], now, boundary=before.boundary)
+    state, actions, reason = begin_change(state, before.causes[-1], now)
     assert state.change is not None
     return state.of(change=replace(state.change, causes=before.causes)), actions, reason
 
@@ -151,8 +209,8 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
     assert state.spec is not None
     outlook = join_policy.outlook(state, state.updated_at)
     change = state.change
-    # A change for new nodes was found to pay. Keeping the pipelines without them would undo it.
-    joins = change is not None and not change.lost and change.causes[0].kind is CauseKind.JOIN
+    # A change for new nodes, or for speed, was found to pay. Keeping the pipelines would undo it.
+    joins = change is not None and not change.lost and _is_for_speed(change.causes[0])
     return PlanRequest(
         spec=state.spec,
         nodes=tuple(_with_keeping(state, mb.report.info) for mb in candidates(state)),
@@ -170,6 +228,10 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
         keeps_pipelines=not joins,
         weighing=backup_conditions(state),
     )
+
+
+def _is_for_speed(cause: Cause) -> bool:
+    return cause.kind is CauseKind.JOIN or cause.text.startswith(FOR_SPEED)
 
 
 def _with_keeping(state: JobState, info: NodeInfo) -> NodeInfo:
@@ -195,6 +257,8 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
         # Include nodes that were lost while the other nodes halted.
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
         change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
+    if change.outside:
+        return _decide_repair(state, change, now)
     try:
         state, choice, assignment = _choose(state, now)
     except InfeasiblePlan as error:
@@ -217,6 +281,35 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
     if choice.retry_s < inf:
         state = state.of(reconsider_at=now + choice.retry_s)
     return state, (*actions, *_left_aside(choice)), reason
+
+
+def _decide_repair(state: JobState, change: EpochChange, now: float) -> JobTransition:
+    """Send a plan that repairs the damaged pipelines. If there is none that leaves the pipelines
+    outside as they are, halt all nodes."""
+    step = scope.promised_step(state)
+    plan = _repaired(state, state.epoch, change.outside)
+    work = scope.promised_work(state, plan) if plan is not None else None
+    if plan is None or work is None:
+        return halt_all(state, "no plan leaves the other pipelines as they are", now)
+    if any(record.step >= step for record in _records(state)):
+        return halt_all(state, f"a node has committed step {step}", now)
+    promised = recovery.PromisedWork(work, _left_to_run(state, now))
+    bad = "; ".join(fault.text for fault in reachability.bad_paths(state, state.members))
+    try:
+        assignment = _solve_over_good_paths(state, plan, bad, promised)
+    except (InfeasiblePlan, Unrecoverable) as error:
+        return halt_all(state, str(error), now)
+    if assignment.step != step or _reads_checkpoint(assignment):
+        return halt_all(state, f"step {step} cannot be resumed in the damaged pipelines", now)
+    return _install(state.of(improve_at=now), replace(change, decided=now), assignment)
+
+
+def _left_to_run(state: JobState, now: float) -> float:
+    """Return the share of the running step that pipelines outside still have to compute."""
+    usual = [seconds for _, seconds in state.durations]
+    if not usual or not usual[-1] or not state.step_finished_at:
+        return 1.0
+    return max(0.0, 1.0 - (now - state.step_finished_at) / usual[-1])
 
 
 def _free_nodes(state: JobState, now: float, error: InfeasiblePlan | None) -> JobTransition | None:
@@ -335,20 +428,22 @@ def _plan_and_solve(
     return choice, _solve_over_good_paths(state, choice.plan, bad)
 
 
-def _solve_over_good_paths(state: JobState, plan: Plan, bad: str) -> recovery.Assignment:
+def _solve_over_good_paths(
+    state: JobState, plan: Plan, bad: str, promised: recovery.PromisedWork | None = None
+) -> recovery.Assignment:
     """Return the assignment for `plan` without the copies that would be fetched over a bad path.
 
     `bad` describes the paths. Raises InfeasiblePlan if they hide copies that are needed, and
     Unrecoverable if copies are missing anyway.
     """
-    assignment, hidden = _solve(state, plan), frozenset[CopyPlace]()
+    assignment, hidden = _solve(state, plan, promised=promised), frozenset[CopyPlace]()
     for _ in range(MAX_SOLUTIONS):
         forbidden = reachability.forbidden_fetches(state, assignment)
         if not forbidden:
             return assignment
         hidden |= forbidden
         try:
-            assignment = _solve(state, plan, hidden)
+            assignment = _solve(state, plan, hidden, promised)
         except Unrecoverable as error:
             raise InfeasiblePlan(f"{bad}: {error}") from error
     raise InfeasiblePlan(f"{bad}: no copies were found that can all be fetched")
@@ -365,7 +460,10 @@ def _situation(state: JobState) -> tuple[str, ...]:
 
 
 def _solve(
-    state: JobState, plan: Plan, hidden: frozenset[CopyPlace] = frozenset()
+    state: JobState,
+    plan: Plan,
+    hidden: frozenset[CopyPlace] = frozenset(),
+    promised: recovery.PromisedWork | None = None,
 ) -> recovery.Assignment:
     """Return the assignment for `plan` from the reported copies, except those at the places
     `hidden`. Raises Unrecoverable."""
@@ -374,6 +472,8 @@ def _solve(
     reported = (copy for copy in copies if (copy.node, copy.key) not in hidden)
     proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
     inventory = divergence.allowed(proven, state.distrusted)
+    if promised is not None:
+        inventory = tuple(copy for copy in inventory if not _is_overwritten(state, copy))
     solve = partial(
         recovery.solve,
         spec=state.spec,
@@ -382,6 +482,7 @@ def _solve(
         initial_allowed=state.newest_step < 0,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
         fetch_s=fetch_time(state),
+        promised=promised,
     )
     assignment = solve(plan=plan, inventory=inventory, records=_records(state))
     reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.suspects))
@@ -400,6 +501,16 @@ def _solve(
         checkpointed=checkpoints.newest_written(state),
         starts=checkpoints.starts_with(state, assignment.step, alone=alone),
         run=state.run,
+    )
+
+
+def _is_overwritten(state: JobState, copy: Copy) -> bool:
+    """Return whether a worker outside may overwrite the copy while it goes on: gradients of the
+    step before in its own slots. Those that a peer keeps stay."""
+    return (
+        copy.kind in (GRADIENT, REDUCED)
+        and copy.node == copy.owner
+        and scope.is_outside(state, copy.owner)
     )
 
 
@@ -445,7 +556,11 @@ def _install(
         "todo": [list(part) for part in assignment.todo],
         "partial": [[r.pipeline, r.microbatch, r.first, r.last] for r in assignment.partial],
     }
-    sends = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
+    if assignment.promised:
+        entry["promised"] = [[pipeline, list(some)] for pipeline, some in assignment.promised]
+    # A node outside gets the order when it has halted.
+    here = [node for node, mb in state.members.items() if node not in change.outside or mb.halted]
+    sends = [Send(node, m.Install(state.epoch, assignment)) for node in here]
     commits = checkpoints.commits_to_repeat(state)
     actions: list[JobAction] = [*sends, *entries, LogEntry("plan", entry), *commits]
     if fallback and state.trained:
@@ -582,6 +697,23 @@ def consider_joining(state: JobState, now: float) -> JobTransition | None:
     reason = "; ".join(filter(None, (f"{' '.join(wanted)} pull state", choice.reason)))
     entry = LogEntry("prefetch", {"nodes": list(wanted)})
     return state, (*sends, entry, *entries), reason
+
+
+def improve_plan(state: JobState, now: float) -> JobTransition | None:
+    """Replace a plan that was only repaired at the end of the step, if another one is so much
+    faster that it pays; None: not yet, or there is none."""
+    if not state.improve_at or now < state.improve_at or not state.stable:
+        return None
+    assert state.plan is not None and state.spec is not None
+    if state.newest_step + 2 >= state.spec.n_steps:  # it cannot pay any more
+        return None
+    request = replace(plan_request(state, state.epoch + 1), keeps_pipelines=False)
+    verdict = join_policy.better_plan(state, request, now)
+    if not verdict.use:
+        later = now + verdict.again_s if verdict.again_s < inf else 0.0
+        return state.of(improve_at=later), (), f"the repaired plan stays: {verdict.reason}"
+    cause = Cause(CauseKind.OTHER, f"{FOR_SPEED}: {verdict.reason}")
+    return begin_change(state.of(improve_at=0.0), cause, now, boundary=True)
 
 
 def without_joining(state: JobState) -> JobState:

@@ -73,17 +73,19 @@ def last_resumption(state: JobState, plan: Plan, change: EpochChange) -> float:
     """Return the time at which the last pipeline resumed.
 
     A pipeline that has not computed yet has resumed when its nodes were ready; one that is not
-    ready resumes now.
+    ready resumes now. Pipelines outside the change did not pause.
     """
     times = []
     for pipeline in plan.pipelines:
         nodes = {stage.unit.node for stage in pipeline.stages}
+        if nodes <= set(change.outside):
+            continue
         reports = [state.members[node].report for node in nodes if node in state.members]
         reports = [report for report in reports if report.epoch == state.epoch]
         resumed = [report.resumed_at for report in reports if report.resumed_at]
         lasted = [one.transfer_s + one.rebuild_s for report in reports for one in report.ready]
         times.append(min(resumed) if resumed else change.decided + max(lasted, default=inf))
-    return min(max(times), state.updated_at)
+    return min(max(times, default=change.decided), state.updated_at)
 
 
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
@@ -212,6 +214,21 @@ def _evaluate(
         ahead = replace(ahead, pause_in_s=pause_in_s, pause_out_s=pause_out_s)
     speedup = _speedup(state, state.plan, plan)
     return worth(ahead, speedup=speedup, lifetime_s=left_s, nodes=len(plan.nodes())), nodes
+
+
+def better_plan(state: JobState, request: PlanRequest, now: float) -> Verdict:
+    """Return whether the best plan for `request` is worth a change of the running plan."""
+    assert state.plan is not None and state.spec is not None
+    best = plan_if_feasible(request)
+    if best is None:
+        return Verdict(False, "no other plan fits")
+    ahead = outlook(state, now)
+    links = links_of(request.profile, request.nodes)
+    moving_s = transition(state.plan, best, state.spec.layers, links=links).seconds
+    ahead = replace(ahead, pause_in_s=ahead.pause_in_s + moving_s)
+    speedup, used = _speedup(state, state.plan, best), len(best.nodes())
+    _, left_s = _first_to_go(state, best.nodes(), now)
+    return worth(ahead, speedup=speedup, lifetime_s=left_s, nodes=used)
 
 
 def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[list[str], float]:

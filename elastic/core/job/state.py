@@ -243,6 +243,12 @@ class EpochChange:
     """Bytes that nodes send to each other for the change."""
     wait_until: float = 0.0
     """Time at which the wait for restarting workers ends; -1: no wait; 0: not decided yet."""
+    outside: tuple[str, ...] = ()
+    """Nodes that go on until the end of their micro-batches (`elastic.core.job.scope`); (): all
+    nodes halt at once."""
+    continued: bool = False
+    """Whether it continues a change whose plan was not sent, because nodes could not stay outside.
+    It is no second failure."""
     reason: str = ""
 
     @property
@@ -502,6 +508,8 @@ class JobState:
     """Seconds for which training paused in each of the newest epoch changes."""
     reconsider_at: float = 0.0
     """Time at which rejected nodes are considered again; 0: never."""
+    improve_at: float = 0.0
+    """Time at which a plan that was only repaired is compared with the best one; 0: never."""
     health: dict[str, NodeHealth] = field(default_factory=dict)
     """Health record per node name."""
     durations: tuple[tuple[int, float], ...] = ()

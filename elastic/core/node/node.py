@@ -5,6 +5,10 @@
     HALTED --Install--> INSTALLING (or IDLE, as a spare) --all ready--> RUNNING
     any --a worker died--> STARTING
 
+An order to halt may leave this node **outside** (docs/design/local-recovery.md). Its workers then
+promise to halt before the next commit, and go on with their micro-batches. The phase is HALTING
+until they have halted, but they are judged as in training.
+
 If a worker dies, only the workers of its node are restarted, and the node's vault stays. Events are
 the messages of the coordinator and the event classes below. The agent reports its node's whole
 condition after every change (`SendReport`), so messages may be lost or repeated.
@@ -54,6 +58,8 @@ class WorkerState:
     alive: bool = False
     attach: m.Attach | None = None
     halted: m.Halted | None = None
+    promise: m.Promise | None = None
+    """Its promise for the present epoch; None: it halts at once."""
     ready: m.Ready | None = None
     protected: int = -1
     progress: m.Progress | None = None
@@ -110,6 +116,8 @@ class NodeState:
     prefetched: int = -1
     boundary: bool = False
     """Whether the newest halt is a planned one."""
+    outside: tuple[str, ...] = ()
+    """Nodes that the newest halt leaves outside."""
     suspects: tuple[str, ...] = ()
     diverged: tuple[m.Diverged, ...] = ()
     """Reports of workers since the last installation that holders disagree."""
@@ -144,6 +152,11 @@ class NodeState:
     def able(self) -> bool:
         """Whether all workers live and are attached."""
         return bool(self.workers) and all(w.alive and w.attach is not None for w in self.workers)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the newest halt leaves this node outside."""
+        return self.info.node in self.outside
 
 
 # ---- events; messages of the coordinator are events as well ----
@@ -225,6 +238,19 @@ class FenceVault:
     """Let the vault refuse copies of epochs below `epoch`, and report its content as inventory."""
 
     epoch: int
+    outside: tuple[str, ...] = ()
+    """Owners whose copies of `publishing` and later epochs are accepted: they still train in it."""
+    publishing: int = 0
+    discard: bool = True
+    """Whether to drop the bundles that this node has not sent yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopHolding:
+    """Acknowledge bundles for these peers as not kept, until the next epoch, instead of holding
+    them. None: each bundle that would be held."""
+
+    peers: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +285,7 @@ NodeAction = (
     | SpawnWorkers
     | KillWorkers
     | FenceVault
+    | StopHolding
     | EnterEpoch
     | SendReport
     | EndAgent
@@ -286,6 +313,7 @@ def report(state: NodeState) -> m.NodeReport:
         store=attached[0].store if attached else "",
         able=state.able,
         halted=tuple(w.halted for w in state.workers if w.halted),
+        promises=tuple(w.promise for w in state.workers if w.promise),
         ready=tuple(w.ready for w in state.workers if w.ready),
         protected=min((w.protected for w in state.workers), default=-1),
         restart=state.launch.restart if state.launch else -1,
@@ -489,7 +517,7 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
     state = replace(
         state,
         epoch=event.epoch,
-        workers=tuple(replace(w, ready=None, active_at=now) for w in state.workers),
+        workers=tuple(replace(w, promise=None, ready=None, active_at=now) for w in state.workers),
         resumed_at=0.0,
         prefetched=-1,
         finished=None,
@@ -498,13 +526,15 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
         unreadable=None,
         waiting=True,
         boundary=event.boundary,
+        outside=event.outside,
     )
     halting = (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED)
     if state.able and state.phase in halting:
+        holds = (StopHolding(event.lost),) if state.is_outside else ()
         state = replace(state, phase=Phase.HALTING)
-        return state, (SendToWorkers(event),), "the workers must halt"
+        return state, (*holds, SendToWorkers(event)), "the workers must halt"
     # Before a planned change the other nodes finish their step and may still use this vault.
-    fence = () if event.boundary else (FenceVault(event.epoch),)
+    fence = () if event.boundary else (_fence(state),)
     if state.phase in (Phase.IDLE, Phase.HALTED):
         return replace(state, phase=Phase.HALTED), (*fence, SendReport()), "nothing ran here"
     return state, (*fence, SendReport()), "no worker to halt; the vault answers"
@@ -550,8 +580,8 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return _attached(state, event.rank, replace(worker, attach=message, active_at=now))
         case m.Progress():
             return _progress(state, event.rank, message, now)
-        case m.Halted():
-            return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
+        case m.Promise() | m.Halted():
+            return _answered_halt(state, event.rank, message)
         case m.Ready() | m.Resumed() | m.CommFailed() | m.CheckpointUnreadable():
             return _epoch_message(state, event.rank, message)
         case m.Diverged():
@@ -655,13 +685,44 @@ def _epoch_message(
             return state, (SendReport(),), f"contact lost: {message.detail}"
 
 
+def _fence(state: NodeState, *, discard: bool = True) -> FenceVault:
+    """Return the order to fence the vault. Nodes outside go on in the epoch that this node has
+    installed, or in a later one, if it was away."""
+    return FenceVault(state.epoch, state.outside, state.installed if state.outside else 0, discard)
+
+
+def _answered_halt(state: NodeState, rank: int, message: m.Promise | m.Halted) -> NodeTransition:
+    worker = state.workers[rank]
+    if isinstance(message, m.Promise):
+        return _promised(state, rank, replace(worker, promise=message), message)
+    state = _with_worker(state, rank, replace(worker, halted=message))
+    if state.is_outside and not message.complete and state.phase is Phase.HALTING:
+        # The coordinator must know at once that the promise of this node will not come, or is gone.
+        state, actions, reason = _halted(state)
+        return state, tuple(dict.fromkeys((*actions, SendReport()))), reason
+    return _halted(state)
+
+
+def _promised(
+    state: NodeState, rank: int, worker: WorkerState, promise: m.Promise
+) -> NodeTransition:
+    """Report the promises of all workers. The vault is fenced before, as in a node that halts."""
+    if state.phase is not Phase.HALTING or promise.epoch != state.epoch:
+        return state, (), "a promise for another epoch"
+    state = _with_worker(state, rank, worker)
+    if not all(w.promise is not None for w in state.workers):
+        return state, (), "waiting for the promises of the other workers"
+    actions = (StopHolding(None), _fence(state, discard=False), SendReport())
+    return state, actions, "all workers promise to halt before the commit"
+
+
 def _halted(state: NodeState) -> NodeTransition:
     if state.phase is not Phase.HALTING:
         return state, (), "not halting"
     if not all(w.halted is not None for w in state.workers):
         return state, (), "waiting for the other workers"
     # After a planned halt other nodes may still publish updates. The installation fences the vault.
-    fence = () if state.boundary else (FenceVault(state.epoch),)
+    fence = () if state.boundary else (_fence(state),)
     state = replace(state, phase=Phase.HALTED, suspects=(), failures=())
     return state, (*fence, SendReport()), "all workers halted"
 
@@ -728,7 +789,8 @@ def _workers_polled(state: NodeState, event: WorkersPolled, now: float) -> NodeT
             state = _with_worker(state, sample.rank, worker)
         if worker.attach is None:
             continue
-        halting = state.phase is Phase.HALTING and not state.boundary and worker.halted is None
+        computes = state.boundary or worker.promise is not None
+        halting = state.phase is Phase.HALTING and not computes and worker.halted is None
         reason = hang_reason(worker, sample.stopped, now, state.limits, halting=halting)
         if reason:
             detect_s, cause = now - worker.seen, f"hang: {reason}"

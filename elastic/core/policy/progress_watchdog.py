@@ -52,6 +52,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job import scope
 from elastic.core.job.absent_nodes import with_absent
 from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.join_policy import plan_if_feasible, without_member
@@ -324,7 +325,7 @@ def _awaited(state: JobState, now: float) -> tuple[str, ...]:
         case JobPhase.HALTING:
             if is_waiting(state, now):
                 return ()
-            return tuple(node for node, mb in members.items() if not _acknowledged(state, mb))
+            return tuple(node for node, mb in members.items() if not scope.has_answered(state, mb))
         case JobPhase.INSTALLING if plan is not None:
             nodes = [node for node in plan.nodes() if node in members]
             return tuple(node for node in nodes if not _installed(state, members[node]))
@@ -337,10 +338,6 @@ def _halts_at_once(state: JobState) -> bool:
     """Return whether all nodes must halt now, and not at the end of the step."""
     change = state.change
     return state.phase is JobPhase.HALTING and change is not None and not change.boundary
-
-
-def _acknowledged(state: JobState, member: Member) -> bool:
-    return member.report.epoch >= state.epoch and member.halted
 
 
 def _installed(state: JobState, member: Member) -> bool:
@@ -358,7 +355,7 @@ def _remind(state: JobState, awaited: tuple[str, ...], now: float) -> JobTransit
         if due and is_heard(state, member, now) and _unanswered(state, member):
             state, sends = _restart(state, member, REPEATED, now, sends)
         if state.phase is JobPhase.HALTING and change is not None:
-            sends = (*sends, Send(node, m.Halt(state.epoch, change.boundary)))
+            sends = (*sends, Send(node, scope.halt_order(state)))
         elif report.phase is NodePhase.HALTED and state.assignment is not None:
             sends = (*sends, Send(node, m.Install(state.epoch, state.assignment)))
     reason = f"orders repeated to {' '.join(awaited)}" if sends else ""
@@ -399,7 +396,7 @@ def _evidence(state: JobState, node: str, now: float) -> str:
         return ""  # its agent does not count signs of progress
     if sign.activity not in ("wait", "idle") and sign.spun_s > SPIN_SHARE * (now - sign.at):
         return f"its worker uses CPU time without progress ({sign.activity})"
-    if _halts_at_once(state) and not _acknowledged(state, member):
+    if _halts_at_once(state) and not scope.has_answered(state, member):
         return f"it has not halted ({member.report.phase.value}, {sign.activity or 'no worker'})"
     return ""
 
@@ -575,7 +572,7 @@ def _silent_starter(state: JobState, now: float) -> JobTransition | None:
 def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction, ...]]:
     """Record the cause of a new epoch, and the pause before its plan is installed."""
     change = state.change
-    if change is None or change.boundary:
+    if change is None or change.boundary or change.continued:
         return state, ()
     cause, watch = change.causes[-1], state.watch
     if cause.kind in NO_FAILURE:  # another cluster may succeed at once

@@ -180,6 +180,16 @@ class CheckpointUnreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """The worker goes on with its micro-batches of `step` in the epoch `ran_in`, and halts before
+    the commit. It takes part in no commit of an epoch below `epoch`."""
+
+    epoch: int
+    ran_in: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Halted:
     """The worker has published all its copies and waits for the next assignment."""
 
@@ -192,6 +202,9 @@ class Halted:
     """Micro-batches of the present step whose activations that stage has sent."""
     record: StepRecord | None = None
     """Record of the last step whose update this worker began; None: no update began."""
+    complete: bool = False
+    """Whether the worker kept its promise for `epoch`: its sums have all micro-batches that it was
+    to run in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +302,11 @@ class Halt:
 
     epoch: int
     boundary: bool = False
+    outside: tuple[str, ...] = ()
+    """Nodes that promise, go on with their micro-batches of the running step, and halt at the
+    meeting point (docs/design/local-recovery.md). All other nodes halt now."""
+    lost: tuple[str, ...] = ()
+    """Nodes that can keep no copies for the nodes in `outside`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +364,8 @@ class NodeReport:
     elastic: bool = False
     """Whether the script uses elastic: a worker of this node has attached."""
     halted: tuple[Halted, ...] = ()
+    promises: tuple[Promise, ...] = ()
+    """Promises of its workers for `epoch`."""
     ready: tuple[Ready, ...] = ()
     resumed_at: float = 0.0
     protected: int = -1
@@ -353,7 +373,8 @@ class NodeReport:
     prefetched: int = -1
     """Highest epoch with a complete prefetch."""
     inventory: tuple[Copy, ...] = ()
-    """Copies in the node's vault; empty unless the node is HALTED or has no living workers."""
+    """Copies in the node's vault; empty unless the node is HALTED, has promised to halt, or has no
+    living workers."""
     suspects: tuple[str, ...] = ()
     """Nodes with which its workers lost contact in the present epoch."""
     diverged: tuple[Diverged, ...] = ()

@@ -44,7 +44,7 @@ from elastic.core.recovery.copy_index import CopyIndex
 from elastic.core.recovery.solver import Solver, balance_senders, copies_of, fetched_bytes
 from elastic.core.recovery.unrecoverable import describe_lost_steps, explain_unreachable
 from elastic.domain.errors import Unrecoverable
-from elastic.domain.ledger import format_indices, from_mask
+from elastic.domain.ledger import format_indices, from_mask, to_mask
 from elastic.domain.types import (
     WHOLE,
     Assignment,
@@ -66,6 +66,21 @@ from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_o
 __all__ = ["Assignment", "RecoverySummary", "replayed_microbatches", "solve", "summarize"]
 
 
+@dataclass(frozen=True, slots=True)
+class PromisedWork:
+    """Work of pipelines that run the step of the recovery meanwhile (`elastic.core.job.scope`)."""
+
+    microbatches: Mapping[int, tuple[int, ...]]
+    """Pipeline -> micro-batches that its nodes have promised to finish, in all layers."""
+    left: float = 1.0
+    """Share of them that is not finished yet."""
+
+    @property
+    def mask(self) -> int:
+        """Mask of all promised micro-batches."""
+        return to_mask(index for some in self.microbatches.values() for index in some)
+
+
 def solve(
     *,
     plan: Plan,
@@ -77,6 +92,7 @@ def solve(
     initial_allowed: bool,
     live: Mapping[str, int],
     fetch_s: float = 0.0,
+    promised: PromisedWork | None = None,
 ) -> Assignment:
     """Return the assignment with which all workers enter the epoch of `plan`.
 
@@ -90,6 +106,8 @@ def solve(
         live: version that the workers of each node hold, to count the steps that a fall-back loses.
         fetch_s: time to fetch a byte from another node, measured like `LayerSpec.forward_s`; 0: it
             is unknown. A pipeline that fetches its state gets fewer micro-batches.
+        promised: pipelines that keep their layers and sums, and need no recipe. Copies of gradients
+            with their micro-batches are not used. None: there are none.
 
     Raises:
         Unrecoverable: names the layers and the copies that they lack.
@@ -103,6 +121,8 @@ def solve(
         checkpoint=checkpoint,
         initial=initial_allowed and newest <= 0,
         tied=_tied_layers(spec.tied),
+        promised=promised.mask if promised is not None else 0,
+        apart=frozenset(promised.microbatches) if promised is not None else frozenset(),
     )
     version = solver.target()
     if version is None:
@@ -113,6 +133,12 @@ def solve(
     begins = [0.0] * len(plan.pipelines)
     if fetch_s and not gradients_of(plan.gradients).rounds:  # sums of rounds need all pipelines
         begins = [fetch_s * nbytes for nbytes in _bytes_before_work(plan, recipes, live)]
+    if promised is not None:
+        covered = [mask | solver.promised for mask in covered]
+        for number, some in promised.microbatches.items():
+            begins[number] = (
+                len(some) * promised.left * _slowest(plan.pipelines[number], spec.layers)
+            )
     todo, runs = _distribute_work(solver, spec, version, covered, begins)
     if any(recipe.checkpoint for _, recipe in recipes):
         why = (
@@ -129,6 +155,7 @@ def solve(
         record=solver.records.get(version - 1),
         vaults=vaults,
         partial=runs,
+        promised=tuple(sorted(promised.microbatches.items())) if promised is not None else (),
     )
 
 
@@ -137,10 +164,13 @@ def _recipes(
 ) -> tuple[tuple[str, Recipe], ...]:
     """Return (node, recipe) for every (layer, TP rank) and holder.
 
-    A holder that only initialises a layer, without a gradient, gets no recipe.
+    A holder that only initialises a layer, without a gradient, gets no recipe, nor does one that
+    keeps its layers and sums.
     """
     recipes = []
-    for _, _, stage in solver.plan.stages():
+    for number, _, stage in solver.plan.stages():
+        if number in solver.apart:
+            continue
         node = stage.unit.node
         for slot in ((layer, rank) for layer in stage.layers for rank in range(solver.plan.tp)):
             recipe = solver.state_recipe(node, slot, version)

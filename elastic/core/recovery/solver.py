@@ -46,6 +46,11 @@ class Solver:
     """Whether layers may be initialised, as version 0."""
     tied: Mapping[int, frozenset[int]]
     """Layer: the other layers that share a tensor with it. An update needs all their gradients."""
+    promised: int = 0
+    """Mask of micro-batches that nodes outside the recovery have in their sums; copies of gradients
+    that have one of them are not used."""
+    apart: frozenset[int] = frozenset()
+    """Pipelines whose holders keep their sums, and get no gradient."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -161,7 +166,11 @@ class Solver:
         covered = []
         fetched: dict[str, int] = {}
         for layer, masks in enumerate(options):
-            holders = [unit.node for unit in self.plan.holders(layer)]
+            holders = [
+                unit.node
+                for number, unit in enumerate(self.plan.holders(layer))
+                if number not in self.apart
+            ]
             costs = {
                 mask: min(self._gradient_cost(node, layer, mask, version) for node in holders)
                 for mask in masks
@@ -184,10 +193,14 @@ class Solver:
         return sums, covered
 
     def _common_ledgers(self, layer: int, version: int) -> frozenset[int]:
-        """Return the ledgers (as masks) of which every TP rank of `layer` has a gradient copy."""
+        """Return the ledgers (as masks) of which every TP rank of `layer` has a gradient copy that
+        a holder may add to its sum."""
+        if len(self.apart) == len(self.plan.pipelines):
+            return frozenset()
         ranks = range(self.plan.tp)
         found = [self.index.gradients.get(((layer, r), version), {}).keys() for r in ranks]
-        return frozenset(found[0]).intersection(*found[1:])
+        common = frozenset(found[0]).intersection(*found[1:])
+        return frozenset(mask for mask in common if not mask & self.promised)
 
     def _gradient_cost(self, node: str, layer: int, mask: int, version: int) -> int:
         """Return the bytes that `node` fetches for this ledger's gradients of all TP ranks."""

@@ -1,7 +1,7 @@
 """Repairs the damaged pipelines of a plan, and leaves the others alone.
 
-It is the planner's part of a recovery in which the others go on computing meanwhile. The
-coordinator does not use it yet (docs/design/local-recovery.md).
+It is the planner's part of a recovery in which the others go on computing meanwhile
+(docs/design/local-recovery.md).
 
 The others keep their nodes, cuts and schedules. The nodes that no whole pipeline uses, spares among
 them, form new pipelines in the place of the damaged ones.
@@ -9,7 +9,7 @@ them, form new pipelines in the place of the damaged ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from elastic.domain.errors import InfeasiblePlan
@@ -23,14 +23,19 @@ from elastic.planning.search.request import PlanRequest, select_nodes
 from elastic.planning.search.search import make_plan
 
 
-def repair(request: PlanRequest) -> Plan | None:
+def repair(request: PlanRequest, stay: Collection[str] = ()) -> Plan | None:
     """Return a plan in which new pipelines replace those of the current plan that lost a node.
 
     There are as many new pipelines as damaged ones if the free nodes suffice, else fewer, at least
     one. The backup schemes stay; micro-batches are dealt anew, for the steps after the present one.
 
-    None: the current plan has no whole pipeline, or none that is damaged; the free nodes cannot
-    form a pipeline; or the plan would not have the copies that its backup schemes need.
+    `stay`: nodes whose pipelines must stay as they are, because they go on meanwhile. With it, all
+    pipelines may stay, if the workers of a damaged one were restarted; and a damaged one may go
+    without a new one in its place.
+
+    None: the current plan has no whole pipeline, or none that is damaged; a pipeline cannot stay;
+    the free nodes cannot form a pipeline; or the plan would not have the copies that its backup
+    schemes need.
     """
     current = request.current
     if current is None or not _can_stay(current, request):
@@ -38,12 +43,16 @@ def repair(request: PlanRequest) -> Plan | None:
     active, _ = select_nodes(request)
     whole = _whole_pipelines(current, {info.node for info in active})
     damaged = [pipeline for pipeline in current.pipelines if pipeline not in whole]
+    if any(_nodes_of(pipeline) & set(stay) for pipeline in damaged):
+        return None
+    if not damaged and stay:
+        return _with_backups(request, current, _with_shares(request, current, current.pipelines))
     if not damaged or not whole:
         return None
     used = {node for pipeline in whole for node in _nodes_of(pipeline)}
     free = [info for info in active if info.node not in used]
     made = _new_pipelines(request, damaged, free)
-    if not made:
+    if not made and not stay:
         return None
     fresh = iter(made)
     slots = (one if one in whole else next(fresh, None) for one in current.pipelines)

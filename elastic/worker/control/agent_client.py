@@ -2,7 +2,8 @@
 
 One thread reads the agent's messages; another sends heartbeats with the main thread's position.
 The main thread takes its next order with `next_order`. It trains under an `AbandonSignal`, which
-is set as soon as a newer epoch is announced, except by a boundary halt.
+is set as soon as a newer epoch is announced, except by a boundary halt. A worker outside the scope
+of the change may promise instead to halt at the `MeetingPoint`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from elastic.domain.types import VERIFY_EVERY, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.frames import CHANNEL_VERSION, Channel, connect_unix, version_in
 from elastic.rpc.security import tls
+from elastic.worker.control.meeting_point import MeetingPoint
 from elastic.worker.transport.cancellation import AbandonSignal
 
 HEARTBEAT_S = 0.2
@@ -166,6 +168,7 @@ class AgentClient:
         self._stopping = False
         self._closing = threading.Event()
         self.position = TrainingPosition()
+        self.meeting = MeetingPoint(settings.node)
 
     def start(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         """Start to receive messages and to send heartbeats. Send `Attach` before this call.
@@ -193,6 +196,7 @@ class AgentClient:
         """
         with self._lock:
             self._epoch = epoch
+            self.meeting.begin_epoch(epoch)
             self._abandon = AbandonSignal()
             if self._newest.epoch > epoch and not self._newest.boundary:
                 self._abandon.set(f"epoch {self._newest.epoch}")
@@ -233,11 +237,7 @@ class AgentClient:
             case m.BundleAcknowledged():
                 on_acked(message)
             case m.Halt():
-                with self._halt:
-                    self._newest = message
-                    if not message.boundary and message.epoch > self._epoch:
-                        self._abandon.set(f"epoch {message.epoch}")
-                    self._halt.notify_all()
+                self._on_halt(message)
             case m.Stop():
                 with self._halt:
                     self._stopping = True
@@ -246,6 +246,22 @@ class AgentClient:
                 self._orders.put(message)
             case _:
                 self._orders.put(message)
+
+    def _on_halt(self, halt: m.Halt) -> None:
+        """End the epoch, or promise to end it at the meeting point.
+
+        The promise is sent before `await_halt` returns, so it precedes `Halted`.
+        """
+        promise = None if halt.boundary else self.meeting.order(halt)
+        if promise is not None:
+            self.send(promise)
+        with self._halt:
+            self._newest = halt
+            ends = not halt.boundary and halt.epoch > self._epoch
+            # A worker that still computes finds its promise when it arrives.
+            if ends and (promise is None or self.meeting.arrived):
+                self._abandon.set(f"epoch {halt.epoch}", gently=promise is not None)
+            self._halt.notify_all()
 
     def _send_heartbeats(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):

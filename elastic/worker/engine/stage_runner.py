@@ -25,7 +25,7 @@ from elastic.worker.engine.microbatch_cost import UNKNOWN_SIZE, TypicalSize
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.model.values import Message
-from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from elastic.worker.transport.links import Links
 
 
@@ -49,14 +49,16 @@ class GroupAgreement:
     the others blocked. Therefore every rank calls `check` before each compute action. The ranks
     then exchange whether they must leave; if any rank must, all ranks raise.
 
-    A rank may also have to leave between two checks: a link failed, a wait was abandoned, a copy
-    found no room. The others then wait for this rank in an exchange. As a context manager, the
-    agreement takes part in that exchange, once even if nested. Wrap code that may raise
-    DivergenceError, EpochAbandoned, LinkFailed or VaultError while the others train.
+    A rank may also have to leave between two checks: a wait was abandoned, a copy found no room.
+    The others then wait for this rank in an exchange. As a context manager, the agreement takes
+    part in that exchange, once even if nested. Wrap code that may raise DivergenceError,
+    EpochAbandoned or VaultError while the others train.
 
     Every rank takes part in the same exchanges of an epoch, and the last one is the first in which
     a rank leaves. So a rank that has not taken part in it calls `leave` at the end: for example, it
-    failed in its installation, and the others wait for it before their first action.
+    failed in its installation, and the others wait for it before their first action. Or a link of
+    this rank failed: it reports that first, because its links may stay open, and then the others
+    may wait for it in a collective, until a newer epoch is announced.
 
     Args:
         sync: sync(flag) -> maximum over the group; None without tensor parallelism.
@@ -101,7 +103,7 @@ class GroupAgreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        leaves = isinstance(error, (DivergenceError, EpochAbandoned, LinkFailed, VaultError))
+        leaves = isinstance(error, (DivergenceError, EpochAbandoned, VaultError))
         if leaves and not self._settled:
             self._settle()
 

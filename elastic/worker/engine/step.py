@@ -3,10 +3,12 @@
 The order of events makes every later recovery possible ("Versions and the commit" in
 docs/design/design.md):
 1. Gradients are published while the micro-batches run.
-2. The commit begins only when the final gradients and the current state, or the means to rebuild
+2. When they have run, the worker is at its meeting point: from here to the result of the commit an
+   order to halt may leave its sums as they are (`elastic.worker.control.meeting_point`).
+3. The commit begins only when the final gradients and the current state, or the means to rebuild
    it, are as safe as the backup schemes demand.
-3. The update's input is published before the update, and the new state right after it.
-4. Holders that share an update exchange the updated parameters last.
+4. The update's input is published before the update, and the new state right after it.
+5. Holders that share an update exchange the updated parameters last.
 """
 
 from __future__ import annotations
@@ -173,6 +175,7 @@ class StepRunner:
             reduced, agreed = self._reduce_and_commit()
             if not math.isfinite(agreed.norm) and not self.checks.verifies(step):
                 self.verify(step)  # a wrong replica may be the cause
+            self.agent.meeting.accept()
         limit = exact_limit(self.plan.n_microbatches, self.tied)
         clip_norm = self.optimizer.clip_norm
         expected = self.plan.n_microbatches * self.typical_weight
@@ -232,6 +235,7 @@ class StepRunner:
             self._position.update("wait", self.step)
             with self.agreement:
                 self._incremental.begin(actions, [len(indices) for indices in todo])
+        self.agent.meeting.depart(self.step)
         self.runner.run(self.step, actions, covered, self)
         self._stretch()
 
@@ -240,6 +244,7 @@ class StepRunner:
         step = self.step
         self._position.update("wait", step)
         self.protection.after_microbatches()
+        self.agent.meeting.arrive()
         reduced = self._reduce(lambda layer: self.injector.reach(step, Phase.REDUCE))
         norms_sq = {r.index: r.norm_sq(reduced[r.index]) for r in self.replicas}
         self.protection.before_commit(step, reduced)

@@ -3,6 +3,9 @@
 Any thread may call `AbandonSignal.set`; usually the thread that reads the agent's messages does. A
 thread that blocks in native code, where an event cannot wake it, subscribes a callback that makes
 the native code fail.
+
+A signal may be set *gently*: it ends the waits of this worker, but leaves its connections open for
+workers that still compute (docs/design/local-recovery.md).
 """
 
 from __future__ import annotations
@@ -35,30 +38,44 @@ class LinkFailed(ElasticError):
 
 
 class AbandonSignal:
-    """Tells all threads of a worker to leave one epoch. Set at most once and never cleared."""
+    """Tells all threads of a worker to leave one epoch. Never cleared.
+
+    A signal that was set gently may be set again, not gently. No other call has an effect after the
+    first one.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+        self._gentle = False
         self.reason = ""
 
-    def set(self, reason: str) -> None:
+    def set(self, reason: str, gently: bool = False) -> None:
         """Abandon the epoch; only the first reason is kept.
 
-        Callbacks run in the calling thread and must be quick.
+        Callbacks run in the calling thread and must be quick. After `gently`, they may be called a
+        second time.
         """
         with self._lock:
-            if self._event.is_set():
+            if not self._event.is_set():
+                self.reason = reason
+            elif gently or not self._gentle:
                 return
-            self.reason = reason
+            self._gentle = gently
             self._event.set()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks
+            self._callbacks = [*callbacks] if gently else []
         for callback in callbacks:
             callback()
 
     def is_set(self) -> bool:
         return self._event.is_set()
+
+    @property
+    def gentle(self) -> bool:
+        """Whether the signal was set gently, and not otherwise since then."""
+        return self._gentle
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the signal is set. Returns False after `timeout` seconds."""
@@ -72,10 +89,11 @@ class AbandonSignal:
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the signal is set, or now if it is set already."""
         with self._lock:
-            if not self._event.is_set():
+            is_set = self._event.is_set()
+            if not is_set or self._gentle:
                 self._callbacks.append(callback)
-                return
-        callback()
+        if is_set:
+            callback()
 
     def unsubscribe(self, callback: Callable[[], None]) -> None:
         with self._lock:

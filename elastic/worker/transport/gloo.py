@@ -37,6 +37,7 @@ MAX_PEER_CHECK_S = 8.0
 DISCONNECT_GRACE_S = 2.0
 """Time in which an operation may still finish after a peer did its part and disconnected."""
 _CLOSED = "the links were closed"
+_WOKEN = "the wait was ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,7 @@ class _GlooOperation:
     peers: tuple[int, ...]
     """Ranks within `group` that take part in the operation."""
     released: threading.Event = field(default_factory=threading.Event)
-    """Set when the operation has finished or the transport was closed."""
+    """Set when the operation has finished, or the transport was woken or closed."""
     finished: bool = False
     error: str = ""
     """Text of the failure. The exception's traceback would keep the whole epoch in memory."""
@@ -94,7 +95,7 @@ class GlooTransport:
         """Rank -> rank within the mesh."""
         self._mesh = self._open(mesh)
         self._groups: dict[tuple[int, ...], BackendGroup] = {mesh: self._mesh}
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed, self._woken = threading.Lock(), False, False
         self._collectives: list[_GlooOperation] = []
         self._waited: SimpleQueue[_GlooOperation | None] = SimpleQueue()
         self._waiter: threading.Thread | None = None
@@ -155,15 +156,15 @@ class GlooTransport:
         if waited.error:
             raise RuntimeError(waited.error)
         if not waited.finished:
-            raise RuntimeError(_CLOSED)
+            raise RuntimeError(_CLOSED if self._closed else _WOKEN)
 
     def _wait(self, operation: _GlooOperation) -> None:
-        """Return when the operation has finished or the transport was closed.
+        """Return when the operation has finished, or the transport was woken or closed.
 
         Raises RuntimeError if a peer has disconnected.
         """
         with self._lock:
-            if self._closed:
+            if self._closed or self._woken:
                 return
             self._waiting = operation
         if self._waiter is None:
@@ -189,6 +190,14 @@ class GlooTransport:
                     except RuntimeError:
                         ended.add(peer)
         return tuple(sorted(ended))
+
+    def wake(self) -> None:
+        """Make all waits raise RuntimeError; see `Transport.wake`. The helper thread stays in its
+        native wait until `close`."""
+        with self._lock:
+            self._woken = True
+            if self._waiting is not None:
+                self._waiting.released.set()
 
     def close(self) -> None:
         """Make all operations raise RuntimeError; see `Transport.close`.

@@ -83,6 +83,9 @@ class HostMemoryTransport:
         for tensor, host in results:
             tensor.copy_(host)
 
+    def wake(self) -> None:
+        self._inner.wake()
+
     def close(self) -> None:
         self._inner.close()
 

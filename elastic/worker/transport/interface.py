@@ -58,6 +58,13 @@ class Transport(Protocol):
     def wait(self, operation: Operation) -> None:
         """Wait until the host has seen the operation finish. Raises RuntimeError if it failed."""
 
+    def wake(self) -> None:
+        """Make all waits of this process raise RuntimeError, also future ones, without closing the
+        connections: the other ends may still receive sent messages. Nothing is sent any more.
+
+        Any thread may call it. Returns at once.
+        """
+
     def close(self) -> None:
         """Make all operations of this process raise RuntimeError, blocked and future ones.
 

@@ -7,9 +7,15 @@ of a layer, and a small gather over all ranks.
 load their layers. Meanwhile a thread connects all ranks, and collectives wait for it
 (docs/decisions/054-a-pipeline-trains-alone.md). On GPUs `open` connects all ranks.
 
-Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochAbandoned) and when
-a peer disconnects (LinkFailed). After either error the links stay closed; the next epoch opens new
-links. `elastic.worker.transport.gloo` explains how blocked waits are ended.
+Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochAbandoned), and when
+a peer disconnects (LinkFailed). After either error no further call may be made; the next epoch
+opens new links. `elastic.worker.transport.gloo` explains how blocked waits are ended.
+
+Earlier stages of the pipeline may still compute when a worker is done with its micro-batches. So
+some errors leave the connections open: those of a collective, and those after a gentle signal.
+Then the owner of the links closes them. Until then the other ranks do not notice that this rank has
+left a collective; they notice the rank that broke it, or the end of the epoch is announced to them.
+After a failed message the links close, so that the whole pipeline leaves.
 
 A `tag` names a flow of messages with the same description: types and shapes of the values. A
 header with the description precedes the first message of a flow and holds for the whole epoch, so
@@ -198,7 +204,7 @@ class Links:
                 raise
             raise found from error
         links.control, links.data = opened
-        abandon.subscribe(links.close)
+        abandon.subscribe(links._on_abandoned)
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
         threads.start(f"open-all-{epoch}", partial(links._open_all, near, everybody, groups))
         return links
@@ -275,7 +281,8 @@ class Links:
     ) -> None:
         """Connect to all ranks, and open the groups, while the first micro-batches run.
 
-        If that fails, the epoch cannot end well, so the links of the pipeline are closed, too.
+        If that fails, the epoch cannot end well: `check` raises the error between two actions, and
+        the owner closes the links.
         """
         try:
             if near != everybody:
@@ -292,7 +299,6 @@ class Links:
             if not self._closing.is_set():  # else the main thread has left, with its own error
                 with contextlib.suppress(EpochAbandoned):
                     self._open_error = self._why_apart(error, everybody)
-                    self.close()
         finally:
             self._all_open.set()
 
@@ -314,18 +320,24 @@ class Links:
             raise self._open_error
 
     @contextmanager
-    def translate_errors(self, peer: int | None = None) -> Iterator[None]:
+    def translate_errors(
+        self, peer: int | None = None, *, collective: bool = False
+    ) -> Iterator[None]:
         """Raise EpochAbandoned or LinkFailed for a transport's RuntimeError inside the block.
 
         A fault of this rank's own node is raised as it is. `peer` is suspected if the cause is
-        unknown. If the epoch is abandoned, raises EpochAbandoned even without an error.
+        unknown. LinkFailed closes the links unless a `collective` failed. If the epoch is
+        abandoned, raises EpochAbandoned even without an error.
         """
         try:
             yield
         except RuntimeError as error:
             if is_local_fault(error) and not self.abandon.is_set():
                 raise
-            raise self._failure(peer, error) from error
+            failure = self._failure(peer, error)
+            if isinstance(failure, LinkFailed) and not collective:
+                self.close()
+            raise failure from error
         self.abandon.check()
 
     def send(self, message: Message | torch.Tensor, dst: int, tag: int = 0) -> None:
@@ -423,7 +435,7 @@ class Links:
             return [tensor.clone()]
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         all_ranks = tuple(range(self.world_size))
-        with self.translate_errors():
+        with self.translate_errors(collective=True):
             self._await_all()
             self.control.wait(self.control.all_gather(outputs, tensor, all_ranks))
         return outputs
@@ -448,12 +460,12 @@ class Links:
         return self._collective(lambda: self.data.all_gather(outputs, tensor, ranks))
 
     def _collective(self, begin: Callable[[], Operation]) -> PendingCollective:
-        with self.translate_errors():
+        with self.translate_errors(collective=True):
             self._await_all()
             work = begin()
 
         def wait() -> None:
-            with self.translate_errors():
+            with self.translate_errors(collective=True):
                 self.data.wait(work)
 
         return PendingCollective(wait, lambda: bool(work.is_completed()))
@@ -468,26 +480,33 @@ class Links:
         self.check()
 
     def _failure(self, peer: int | None, error: RuntimeError) -> Exception:
-        """Return the cause of a transport's `error` as EpochAbandoned or LinkFailed.
-
-        Closes the links in the second case, so that the other ranks notice the failure too.
-        """
+        """Return the cause of a transport's `error`: EpochAbandoned, LinkFailed, or the error of
+        the thread that connects all ranks."""
         if self.abandon.is_set():
             return EpochAbandoned(self.abandon.reason)
         if self._open_error is not None:
             return self._open_error
         suspects = self.control.disconnected() or (() if peer is None else (peer,))
         ranks = agree_on_failed_ranks(self._store, suspects, self.abandon)
-        self.close()
         return LinkFailed(ranks, str(error).split("\n")[0][:200])
+
+    def _on_abandoned(self) -> None:
+        if self.abandon.gentle:
+            for transport in self._transports():
+                transport.wake()
+        else:
+            self.close()
 
     def close(self) -> None:
         """Close all transports; blocked waits raise. Returns at once."""
         self._closing.set()
-        self.abandon.unsubscribe(self.close)
-        if self.world_size > 1:
-            for transport in {id(t): t for t in (self.control, self.data)}.values():
-                threads.start(f"close-epoch{self.epoch}", transport.close)
+        self.abandon.unsubscribe(self._on_abandoned)
+        for transport in self._transports():
+            threads.start(f"close-epoch{self.epoch}", transport.close)
+
+    def _transports(self) -> list[Transport]:
+        both = (self.control, self.data) if self.world_size > 1 else ()
+        return list({id(transport): transport for transport in both}.values())
 
 
 @dataclass(slots=True, eq=False)

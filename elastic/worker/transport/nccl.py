@@ -157,6 +157,10 @@ class NcclTransport:
             if self._closed:
                 raise RuntimeError(_CLOSED)
 
+    def wake(self) -> None:
+        """Abort all communicators: nothing else ends a wait. So GPUs have no gentle end."""
+        self.close()
+
     def close(self) -> None:
         """Abort all communicators. Returns at once; `await_aborts` waits for their end.
 

@@ -48,6 +48,7 @@ class ShapedTransport:
         self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _DelayedSend] | None]
         self._queue = queue.SimpleQueue()
         self._closed, self._lock = threading.Event(), threading.Lock()
+        """`_closed`: set by `close` and `wake`. No message is handed over any more."""
         threading.Thread(target=self._run, name="shaper", daemon=True).start()
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Operation:
@@ -95,14 +96,21 @@ class ShapedTransport:
         else:
             self._inner.wait(operation)
 
+    def wake(self) -> None:
+        self._end_delays()
+        self._inner.wake()
+
     def close(self) -> None:
+        self._end_delays()
+        self._inner.close()
+
+    def _end_delays(self) -> None:
         with self._lock:
             self._closed.set()
             self._queue.put(None)
-        self._inner.close()
 
     def _run(self) -> None:
-        """Hand each message over at its time. After `close`, fail the remaining messages."""
+        """Hand each message over at its time. After `close` or `wake`, fail the remaining ones."""
         while (item := self._queue.get()) is not None:
             moment, tensor, dst, tag, delayed = item
             try:

@@ -173,6 +173,8 @@ class SimulatedAgent:
         self.stream: CoordinatorStream | None = None
         self._generation = 0
         self.vault, self.fence = SimulatedVault(self.name), 0
+        self._outside: dict[str, int] = {}
+        """Owner -> oldest epoch of its copies that the vault takes in spite of the fence."""
         self._begin()
         self.stream = CoordinatorStream(world, coordinator, self)
         self._report()
@@ -187,6 +189,10 @@ class SimulatedAgent:
         self._last_arrival = 0.0
         self._outgoing: deque[tuple[int, str]] = deque()
         """(epoch, peer) of the bundles of copies in flight, in order."""
+        self._discarded = 0
+        """Bundles of older epochs are not sent any more."""
+        self._lost: tuple[str, ...] | None = ()
+        """Peers whose bundles nobody waits for; None: all peers that do not answer."""
 
     def _disconnect(self, seconds: float) -> None:
         """Break the stream; the coordinator notices it after about `seconds`."""
@@ -207,6 +213,7 @@ class SimulatedAgent:
         match message:
             case m.Trim(epoch, step):
                 self.vault.trim(epoch, step)
+                self._outside = {} if epoch >= self.fence else self._outside
             case m.Prefetch():
                 self._prefetch(message)
             case _:
@@ -300,11 +307,8 @@ class SimulatedAgent:
             case core.KillWorkers():
                 if self.worker is not None:
                     self.worker.crash()
-            case core.EnterEpoch(install):
-                self._fence(install.epoch)
-                self.vault.enter(install.epoch, install.assignment.step)
-            case core.FenceVault(epoch):
-                self._fence(epoch)
+            case core.EnterEpoch() | core.FenceVault() | core.StopHolding():
+                self._act_on_copies(action)
             case core.SendReport():
                 self._report()
             case core.EndAgent():
@@ -315,39 +319,72 @@ class SimulatedAgent:
             case core.Rejoin(keep_vault):
                 self._rejoin(keep_vault)
 
+    def _act_on_copies(self, action: core.EnterEpoch | core.FenceVault | core.StopHolding) -> None:
+        match action:
+            case core.EnterEpoch(install):
+                self._fence(install.epoch)
+                self._discard(install.epoch)
+                self.vault.enter(install.epoch, install.assignment.step)
+            case core.FenceVault(epoch, outside, publishing, discard):
+                self._fence(epoch, dict.fromkeys(outside, publishing))
+                if discard:
+                    self._discard(epoch)
+            case core.StopHolding(peers):
+                every = peers is None or self._lost is None
+                self._lost = None if every else (*(self._lost or ()), *(peers or ()))
+
     def _rejoin(self, keep_vault: bool) -> None:
         self._generation += 1
         if not keep_vault:
-            self.vault, self.fence = SimulatedVault(self.name), 0
+            self.vault, self.fence, self._outside = SimulatedVault(self.name), 0, {}
         self._begin()
         self._report()
 
-    def _fence(self, epoch: int) -> None:
+    def _fence(self, epoch: int, outside: Mapping[str, int] | None = None) -> None:
+        """Refuse copies of older epochs. `outside`: owners that still train in an older one."""
         if epoch > self.fence:
-            self.fence = epoch
+            self.fence, self._outside = epoch, {}
+        if epoch == self.fence:
+            self._outside = {**self._outside, **(outside or {})}
+
+    def takes(self, copy: Copy) -> bool:
+        """Return whether the fence of the vault lets the copy in."""
+        return copy.epoch >= self._outside.get(copy.owner, self.fence)
+
+    def _discard(self, epoch: int) -> None:
+        """Drop the copies that are not sent yet."""
+        if epoch > self._discarded:
+            self._discarded, self._lost = epoch, ()
             self._outgoing.clear()
             self.uplink.drop(COPIES)
 
+    def _waits_for(self, peer: str) -> bool:
+        return self._lost is not None and peer not in self._lost
+
     def _report(self) -> None:
         report = core.report(self.state)
-        if report.phase not in RUNNING:
+        if report.promises or report.phase not in RUNNING:
             report = replace(report, inventory=self.vault.inventory())
         self._send(report)
 
     def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
-        """Send a bundle to the peer's vault. `acked()` is called if the vault accepts it."""
+        """Send a bundle to the peer's vault. `acked()` is called if the vault accepts it, or if it
+        does not and nobody waits for the peer."""
         epoch, bundle = copies[0].epoch, (copies[0].epoch, peer)
         self._outgoing.append(bundle)
 
         def arrive() -> None:
             if bundle in self._outgoing:
                 self._outgoing.remove(bundle)
-            if not self.alive or self.fence > epoch:
+            if not self.alive or self._discarded > epoch:
                 return
             target = self._agents.get(peer)
-            if target is None or not target.alive:
+            reached = target is not None and target.alive and target.takes(copies[0])
+            if not reached and not self._waits_for(peer):
+                acked()
+            elif target is None or not target.alive:
                 self._backup_failed(peer)
-            elif target.fence <= epoch:
+            elif target.takes(copies[0]):
                 for copy in copies:
                     target.vault.add(copy)
                 acked()
@@ -357,7 +394,7 @@ class SimulatedAgent:
 
     def _peer_lost(self, peer: str) -> None:
         """Report that the peer failed, if the first bundle in flight is for this peer."""
-        if self._outgoing and self._outgoing[0] == (self.fence, peer):
+        if self._outgoing and self._outgoing[0][1] == peer and self._waits_for(peer):
             self._backup_failed(peer)
 
     def die(self) -> None:

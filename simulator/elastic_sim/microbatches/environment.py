@@ -50,6 +50,9 @@ class Environment(ABC):
         """Link speed of a node, all its workers together; 0: unknown."""
         self.copy_bytes_per_s = profile.copy_bytes_per_s * profile.tp
         """Speed of copying to shared memory, all workers of a node together; 0: unknown."""
+        self.accelerated = True
+        """Whether nodes report accelerators, so that each loss halts all nodes. False: a loss may
+        leave pipelines outside (docs/design/local-recovery.md)."""
 
     def state_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's parameters and optimizer state."""

@@ -1,5 +1,7 @@
 """A simulated worker, one per node: attach, install, train, leave, halt, finish.
 
+A worker promises to halt at its meeting point as `elastic.worker.control.meeting_point` says.
+
 `SimulatedWorker` takes orders from its agent. `WorkerTraining` runs its action lists during one
 epoch. `EpochRun` is the state that the workers of an epoch share.
 """
@@ -134,6 +136,8 @@ class WorkerTraining:
         self._round = 0
         self._rounds: Rounds | None = None
         self._began = self._world.clock.now
+        self.place = ""
+        """"computing" the full schedule, "arrived" at the meeting point, or elsewhere."""
         self._disconnected = set[str]()
         """Nodes whose connections have ended. A worker that waits for such a node notices."""
 
@@ -149,6 +153,7 @@ class WorkerTraining:
         actions = actions_of(self._pipeline, todo[p])[self._member.stage]
         lists.append(((0, run.plan.n_layers), actions))
         self._lists, self._at, self._began = lists, 0, self._world.clock.now
+        self.place = "computing" if len(lists) == 1 else ""
         self.step = self._worker.held.version
         self.arrived, self.started, self.sent, self._finished = False, set(), set(), {}
         self._covered = dict(run.assignment.covered) if first else {}
@@ -171,6 +176,7 @@ class WorkerTraining:
             if self._at >= len(actions):
                 self._lists.pop(0)
                 self._at = 0
+                self.place = "computing" if len(self._lists) <= 1 else ""
                 continue
             action = actions[self._at]
             if action.kind.computes:
@@ -344,7 +350,11 @@ class WorkerTraining:
             if any(shared != everything for _, shared in self._worker.held.parts.values()):
                 return
         self.copies.after_microbatches()
-        self._arrive()
+        self.place = "arrived"
+        if self._worker.keeps_promise:
+            self._worker.leave(planned=True)
+        else:
+            self._arrive()
 
     def _arrive(self) -> None:
         """Arrive at the commit once all copies are in place."""
@@ -362,6 +372,8 @@ class WorkerTraining:
     def committed(self, halt: int) -> None:
         """Take the optimizer step, publish, and begin the next step or leave for epoch `halt`."""
         worker, held, step = self._worker, self._worker.held, self._worker.held.version
+        assert not worker.promise, f"{worker.agent.name} commits in spite of its promise"
+        self.place = ""
         worker.record = StepRecord(step, 1.0, 1.0, 0.0)
         self.copies.before_update(list(held.parts))
         held.update()
@@ -405,6 +417,8 @@ class SimulatedWorker:
         self.epoch = self.left_epoch = 0
         self.left, self._awaits_halt = True, False
         self.newest = m.Halt(0)
+        self.promise = 0
+        """Epoch for which it has promised to halt at the meeting point; 0: none."""
         self.held = HeldLayers()
         self._portions: dict[int, Portion] = {}
         self.record: StepRecord | None = None
@@ -465,7 +479,8 @@ class SimulatedWorker:
     def _attach(self) -> None:
         if self.alive:
             self.attached = True
-            self.send(m.Attach(0, 1, self.world.spec, f"{self.agent.name}:2"))
+            store, accelerated = f"{self.agent.name}:2", self.world.accelerated
+            self.send(m.Attach(0, 1, self.world.spec, store, accelerated))
 
     def die(self, *, silent: bool = False) -> None:
         """End the process; `silent`: its connections do not close visibly."""
@@ -515,9 +530,13 @@ class SimulatedWorker:
             return
         match message:
             case m.Halt():
+                promises = self._promises(message)
                 self.newest = message
                 if self._awaits_halt:
                     self._halted_after(self.world.physics.leave_s)
+                elif promises:
+                    if self.keeps_promise:
+                        self.leave(planned=True)
                 elif not self.left and not message.boundary and message.epoch > self.epoch:
                     self._between_actions(self.leave)
             case m.Install() if message.epoch > self.left_epoch:
@@ -525,8 +544,29 @@ class SimulatedWorker:
             case m.Stop():
                 self.alive = False
 
+    def _promises(self, halt: m.Halt) -> bool:
+        """Promise to halt at the meeting point, if the worker may."""
+        ordered = self.newest.epoch > self.epoch and not self.newest.boundary
+        there = self.training is not None and bool(self.training.place)
+        if ordered or not there or halt.boundary or halt.epoch <= self.epoch:
+            return False
+        if self.agent.name not in halt.outside:
+            return False
+        self.promise = halt.epoch
+        self.send(m.Promise(halt.epoch, self.epoch, self.held.version))
+        return True
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Whether the worker is at the meeting point and has promised to halt there."""
+        arrived = self.training is not None and self.training.place == "arrived"
+        return arrived and self.promise > 0
+
     def leave(self, *, planned: bool = False) -> None:
-        """Abort all communication; report the halt once a newer epoch is known."""
+        """Abort all communication; report the halt once a newer epoch is known. `planned`: the
+        other workers need no connection to this one any more."""
+        if self.training is not None and self.training.place != "arrived":
+            self.training.place = ""
         self._token += 1
         self._pending = None
         for uplink in self._sources:
@@ -551,18 +591,35 @@ class SimulatedWorker:
             if training.step == self.held.version:
                 started, sent = frozenset(training.started), frozenset(training.sent)
         self.activity = "idle"
-        self.send(m.Halted(self.newest.epoch, self.held.version, started, sent, self.record))
+        epoch = self.newest.epoch
+        complete = self.keeps_promise and self.promise == epoch
+        self.send(m.Halted(epoch, self.held.version, started, sent, self.record, complete))
 
     def _enter(self, order: m.Install) -> None:
         self._token += 1
         self.epoch, self.left, self._awaits_halt = order.epoch, False, False
-        self.training, self.activity = None, "install"
+        self.training, self.activity, self.promise = None, "install", 0
         self._pending, self.busy_until = None, 0.0
         if self.newest.epoch > self.epoch and not self.newest.boundary:
             self.leave()
             return
         self._began = self.world.clock.now
-        self._install(order.assignment)
+        promised = self._promised(order.assignment)
+        if promised is None:
+            self._install(order.assignment)
+        elif self.held.version != order.assignment.step or any(
+            self.held.ledger(layer) != frozenset(promised) for layer in self.held.parts
+        ):
+            self._source_lost()
+        else:
+            seconds = self.world.clock.vary(self.world.physics.install_s)
+            self.later(seconds, lambda: self._connect(order.assignment))
+
+    def _promised(self, assignment: Assignment) -> tuple[int, ...] | None:
+        """Return the micro-batches that this worker must have in its sums; None: it loads them."""
+        node = self.agent.name
+        mine = next(p for p, _, stage in assignment.plan.stages() if stage.unit.node == node)
+        return dict(assignment.promised).get(mine)
 
     def _install(self, assignment: Assignment) -> None:
         """Fetch the copies that the assignment names, then connect to the others."""

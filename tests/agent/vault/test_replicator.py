@@ -15,8 +15,8 @@ from elastic.agent.vault.replicator import RETRY_S, Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Incoming, Vault
 from elastic.core.protocol.messages import Published
-from elastic.domain.errors import VaultError
-from elastic.domain.types import Copy
+from elastic.domain.errors import VaultError, VaultFull
+from elastic.domain.types import Assignment, Copy, Plan
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.store import shared_memory
 from tests.agent.vault.copies import LocalWriter, content, gradient, make
@@ -251,6 +251,117 @@ def test_a_vault_that_can_create_no_slots_refuses_copies_and_training_goes_on(
         assert "cannot create a slot" in why and "Input/output error" in why
     server.close()
     keeper.close()
+
+
+def test_bundles_for_a_lost_peer_are_acknowledged_as_not_kept(
+    pair: list[MiniNode], writer: LocalWriter
+) -> None:
+    """Those for the other peer arrive, in their turn. Nothing is reported."""
+    a, b = pair
+    a.replicator.vaults = {**a.replicator.vaults, "lost": "127.0.0.1:1"}
+    a.replicator.stop_holding(("lost",))
+    for number, peer in enumerate(("lost", "b", "", "lost", "b"), 1):
+        a.take(bundle(writer, number, peer, layer=number))
+    assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(0, n) for n in range(1, 6)]
+    assert a.refused == [1, 4] and a.failed.empty()
+    assert sorted(copy.layer for copy in b.vault.inventory()) == [2, 5]
+
+
+def test_the_held_bundle_and_its_followers_are_finished_at_once(
+    pair: list[MiniNode], writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause after a failure would last longer than the test, and the attempt is not repeated.
+    A bundle for another peer is still held."""
+    monkeypatch.setattr("elastic.agent.vault.replicator.RETRY_S", 10 * LONG_S)
+    monkeypatch.setattr("elastic.agent.vault.replicator.MAX_RETRY_S", 10 * LONG_S)
+    a, _ = pair
+    a.replicator.close()
+    a.replicator = Replicator(a.vault, a._on_acked, a._on_failed)
+    for number, peer in enumerate(("x", "x", "", "y"), 1):
+        a.take(bundle(writer, number, peer, layer=number))
+    assert a.failed.get(timeout=LONG_S)[:2] == (1, "x")
+    a.replicator.stop_holding(("x",))
+    assert [a.acked.get(timeout=LONG_S) for _ in range(3)] == [(0, 1), (0, 2), (0, 3)]
+    assert a.failed.get(timeout=LONG_S)[:2] == (4, "y")
+    assert a.refused == [1, 2] and a.replicator.pending == 1
+    a.replicator.stop_holding(None)
+    assert a.acked.get(timeout=LONG_S) == (0, 4)
+    assert a.refused == [1, 2, 4] and a.failed.empty()
+
+
+def test_every_bundle_that_fails_is_finished_and_the_others_are_sent(
+    pair: list[MiniNode], writer: LocalWriter
+) -> None:
+    a, b = pair
+    a.replicator.stop_holding(None)
+    a.replicator.stop_holding(("lost",))  # does not narrow the order before it
+    b.vault.fence(2)
+    for number, (peer, epoch) in enumerate((("b", 1), ("b", 2), ("unknown", 2)), 1):
+        a.take(bundle(writer, number, peer, epoch, layer=number))
+    assert [a.acked.get(timeout=LONG_S) for _ in range(3)] == [(0, n) for n in range(1, 4)]
+    assert a.refused == [1, 3] and a.failed.empty()
+    assert [copy.layer for copy in b.vault.inventory()] == [2]
+
+
+def test_a_transfer_to_a_lost_peer_is_broken_off(tmp_path: Path, writer: LocalWriter) -> None:
+    """The peer hangs, so without the order the transfer would last until its limit."""
+    peer = ProcessVault("p", tmp_path / "p")
+    peer.signal(signal.SIGSTOP)
+    try:
+        with nodes(tmp_path, "a") as (a,):
+            a.replicator.close()
+            a.replicator = Replicator(a.vault, a._on_acked, a._on_failed, timeout_s=10 * LONG_S)
+            a.replicator.vaults = {"p": peer.address}
+            a.take(bundle(writer, 1, "p"))
+            deadline = time.monotonic() + LONG_S
+            while not a.replicator._clients and time.monotonic() < deadline:
+                time.sleep(0.01)
+            a.replicator.stop_holding(("p",))
+            a.take(bundle(writer, 2, "p"))
+            assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 1), (0, 2)]
+            assert a.refused == [1, 2] and a.failed.empty()
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize("enters", [False, True])
+@pytest.mark.parametrize("peers", [("b",), None])
+def test_bundles_are_held_again_after_a_reset_and_in_the_next_epoch(
+    pair: list[MiniNode], writer: LocalWriter, peers: tuple[str, ...] | None, enters: bool
+) -> None:
+    a, b = pair
+    a.replicator.stop_holding(peers)
+    if enters:
+        a.replicator.enter(2, Assignment(Plan(2, 1, 1, 1, ()), 0))
+    else:
+        a.replicator.reset(2)
+        a.replicator.vaults = {}
+    a.take(bundle(writer, 1, epoch=2))
+    assert a.failed.get(timeout=LONG_S)[:2] == (1, "b")
+    a.replicator.vaults = {"b": b.server.address}
+    assert a.acked.get(timeout=LONG_S) == (0, 1)
+    assert a.refused == [] and len(b.vault.inventory()) == 1
+
+
+def test_a_refusal_of_a_lost_peer_is_not_reported(
+    pair: list[MiniNode], writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer has answered that it has no room when the order comes."""
+    told: queue.Queue[str] = queue.Queue()
+    a, _ = pair
+    a.replicator.close()
+    a.replicator = Replicator(
+        a.vault, a._on_acked, a._on_failed, no_room=lambda peer, why: told.put(peer)
+    )
+
+    def refuse(bundle: object) -> VaultFull:
+        a.replicator.stop_holding(("b",))
+        return VaultFull("no room")
+
+    monkeypatch.setattr(a.replicator, "_deliver", refuse)
+    a.take(bundle(writer, 1))
+    assert a.acked.get(timeout=LONG_S) == (0, 1)
+    assert a.refused == [1] and told.empty() and a.failed.empty()
 
 
 def place(published: Published) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -134,6 +135,58 @@ def test_fenced_epochs_are_refused_even_half_arrived(vault: Vault) -> None:
     pulled.buffer[:] = content(3)
     pulled.commit()
     assert [c.epoch for c in vault.inventory()] == [1, 2]
+
+
+def test_owners_outside_publish_through_the_fence(vault: Vault) -> None:
+    """Owner b still trains in epoch 4. Its copies of this epoch and of later ones are accepted."""
+    half = vault.store(make(content(0), epoch=4, owner="b"))
+    half.buffer[:] = content(0)
+    vault.fence(5, ("b",), 4)
+    half.commit()
+    put(vault, make(content(1), epoch=4, owner="b", layer=1), content(1))
+    put(vault, make(content(2), epoch=5, owner="b"), content(2))
+    assert sorted((c.epoch, c.layer) for c in vault.inventory()) == [(4, 0), (4, 1), (5, 0)]
+    with pytest.raises(StaleError, match="of epoch 3; a rejects any below 4"):
+        vault.store(make(content(3), epoch=3, owner="b"))
+    with pytest.raises(StaleError, match="of epoch 4; a rejects any below 5"):
+        vault.store(make(content(3), epoch=4, owner="c"))
+
+
+def accepted(vault: Vault, epoch: int, *owners: str) -> list[str]:
+    """Those of `owners` of whom the vault accepts a copy of `epoch`."""
+    found = []
+    for owner in owners:
+        with contextlib.suppress(StaleError):
+            vault.store(make(content(1), epoch=epoch, owner=owner)).abort()
+            found.append(owner)
+    return found
+
+
+def test_exceptions_of_the_fence_last_until_its_epoch_is_trimmed(vault: Vault) -> None:
+    vault.fence(5, ("b",), 4)
+    vault.enter(5, 7)  # other nodes enter later
+    vault.fence(5)
+    vault.fence(4, ("d",), 3)
+    vault.trim(4)
+    assert accepted(vault, 4, "b", "c", "d") == ["b"]
+    vault.fence(5, ("c",), 4)
+    assert accepted(vault, 4, "b", "c", "d") == ["b", "c"]
+    vault.trim(5)
+    vault.fence(5, ("c",), 4)  # an order that is repeated too late
+    assert accepted(vault, 4, "b", "c", "d") == []
+    assert accepted(vault, 5, "b", "c", "d") == ["b", "c", "d"]
+
+
+def test_a_higher_fence_replaces_the_exceptions(vault: Vault) -> None:
+    vault.fence(5, ("b", "c"), 4)
+    half = vault.store(make(content(1), epoch=4, owner="b"))
+    half.buffer[:] = content(1)
+    vault.fence(6, ("c",), 5)
+    assert accepted(vault, 4, "b", "c") == [] and accepted(vault, 5, "b", "c") == ["c"]
+    with pytest.raises(StaleError):
+        half.commit()
+    vault.enter(7, 7)
+    assert accepted(vault, 6, "b", "c") == [] and vault.inventory() == ()
 
 
 def test_own_workers_publish_through_the_fence(vault: Vault, writer: LocalWriter) -> None:

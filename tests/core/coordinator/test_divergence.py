@@ -16,7 +16,7 @@ from elastic.core.recovery.divergence import Distrust
 from elastic.domain.errors import EXIT_UNRECOVERABLE
 from elastic.domain.types import GRADIENT, PARAMETERS, STATE, Copy, Divergence, StepRecord
 from tests.core.coordinator.test_transitions import entries, send_report
-from tests.core.state_access import assignment_of, change_of, plan_of
+from tests.core.state_access import assignment_of, change_of, on_gpus, plan_of
 from tests.core.world.world import World
 
 STEP = 9
@@ -30,7 +30,7 @@ def running(spares: int = 0) -> JobState:
     state = world.coordinator.state
     assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
     assert len(nodes_of(state)) == 2 and len(state.members) == 2 + spares
-    return state.of(start_s=3600.0)
+    return on_gpus(state.of(start_s=3600.0))
 
 
 def nodes_of(state: JobState) -> list[str]:

@@ -35,7 +35,7 @@ from elastic.core.protocol.health_report import (
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import NodeInfo, StepRecord
-from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
+from tests.core.state_access import assignment_of, change_of, on_gpus, plan_of, spec_of
 from tests.core.world.world import Fault, World
 
 
@@ -223,9 +223,10 @@ def world() -> World:
     return found
 
 
-def running() -> JobState:
+def running(*, gpus: bool = True) -> JobState:
     """Three nodes, one epoch, protected."""
     state = world().coordinator.state
+    state = on_gpus(state) if gpus else state
     assert (
         state.phase is JobPhase.RUNNING
         and state.trimmed == state.epoch == 1

@@ -51,15 +51,16 @@ def known_results(path: Path | None) -> list[dict[str, Any]]:
 
 def searches(args: argparse.Namespace) -> Iterator[Search]:
     size = (args.nodes, args.steps, args.fine, args.from_start, args.lost_writes)
+    job = (args.pipelines, args.microbatches, args.spares)
     reduced = not args.all_orders
     if args.together:
-        yield Search(tuple(args.kinds), args.faults, True, *size, reduced)
+        yield Search(tuple(args.kinds), args.faults, True, *size, reduced, *job)
         return
     choices = combinations_with_replacement(args.kinds, args.faults)
     for kinds in sorted(choices, key=lambda chosen: prod(STATES[kind] for kind in chosen)):
         # A node returns only after a crash.
         if set(kinds) != {"return"}:
-            yield Search(kinds, args.faults, False, *size, reduced)
+            yield Search(kinds, args.faults, False, *size, reduced, *job)
 
 
 def parse() -> argparse.Namespace:
@@ -68,6 +69,9 @@ def parse() -> argparse.Namespace:
     add("--nodes", type=int, default=3)
     add("--faults", type=int, default=1)
     add("--steps", type=int, default=1, help="steps of the job")
+    add("--pipelines", type=int, default=1, help="with several, --steps 2 has more promises")
+    add("--microbatches", type=int, default=1, help="micro-batches per step")
+    add("--spares", type=int, help="nodes without a stage; all but two of one pipeline, else none")
     add("--kinds", nargs="*", default=list(KINDS), help=", ".join(KINDS))
     add("--fine", action="store_true", help="small steps of workers, and the way of all agents out")
     add("--from-start", action="store_true", help="begin before the nodes join")

@@ -39,6 +39,7 @@ from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import STATE, Assignment, Copy
 from tests.core.exploration import coordinator_model as coordinator
 from tests.core.exploration.node_model import (
+    ALL_PEERS,
     TRAINS,
     Effects,
     Node,
@@ -207,7 +208,9 @@ class Table(Generic[T]):
 
 
 def _has_left(alive: bool, worker: Worker, epoch: int) -> bool:
-    """Return whether a worker is not in this epoch any more."""
+    """Return whether a worker is not in this epoch any more, and its links are closed."""
+    if alive and worker.phase > WorkerPhase.STARTING and worker.kept == epoch:
+        return False
     if not alive or worker.phase <= WorkerPhase.STARTING or worker.epoch > epoch:
         return True
     return worker.epoch == epoch and worker.phase in (WorkerPhase.LEFT, WorkerPhase.IDLE)
@@ -234,6 +237,14 @@ def _concerned(assignment: Assignment) -> set[str]:
     return {*assignment.plan.nodes(), *keepers, *(copy.node for copy in _sources(assignment))}
 
 
+def _policy(nodes: int, pipelines: int, spares: int | None) -> Policy:
+    if spares is None:
+        spares = 0 if pipelines > 1 else nodes - 2
+    most = max(2, nodes - spares)
+    shape, backup = str(pipelines), "stream+snapshot"
+    return Policy(min_nodes=2, max_nodes=most, shape=shape, backup=backup)
+
+
 class Workers(dict[int, int]):
     """Number of the worker of each node."""
 
@@ -258,7 +269,9 @@ class Cluster:
         kinds: frozenset[str] | None = None,
         sequences: frozenset[tuple[str, ...]] | None = None,
         steps: int = 1,
-        max_nodes: int = 2,
+        pipelines: int = 1,
+        microbatches: int = 1,
+        spares: int | None = None,
         until_end: bool = False,
         coarse: bool = False,
         lost_writes: int = 1,
@@ -266,6 +279,8 @@ class Cluster:
     ) -> None:
         """`sequences`: kinds of the faults in their order; without, all sequences of `kinds`.
 
+        `microbatches`: micro-batches per step. `spares`: nodes without a stage; None: with one
+        pipeline all but two, else none.
         `lost_writes`: most last writes that the store loses at a time.
         `reduced`: leave out orders of steps that make no difference (`first`).
         """
@@ -281,9 +296,12 @@ class Cluster:
         self.faults = self.sequences.number(sequences)
         self.names = tuple(f"node{i}" for i in range(nodes))
         self.index = {name: i for i, name in enumerate(self.names)}
-        self.spec = make_spec(2, 1, steps)
-        self.model = NodeModel(self.spec, keeps_assignments="lost save" not in self.kinds)
-        self.policy = Policy(min_nodes=2, max_nodes=max_nodes, shape="1", backup="stream+snapshot")
+        self.spec = make_spec(2, microbatches, steps)
+        self.scopes = pipelines > 1
+        self.model = NodeModel(
+            self.spec, keeps_assignments="lost save" not in self.kinds, scopes=self.scopes
+        )
+        self.policy = _policy(nodes, pipelines, spares)
         self.states: Table[JobState] = Table()
         self.nodes: Table[Node] = Table()
         self.links: Table[Link] = Table()
@@ -421,9 +439,11 @@ class Cluster:
     def _order(self, node: int, order: int) -> tuple[int, tuple[int, ...]]:
         """A node receives an order."""
         effects = self.model.ordered(self.nodes.values[node], self.messages.values[order])
-        if self.coarse and self.model.may_leave(effects.node.worker):
+        worker = effects.node.worker
+        if self.coarse and self.model.may_leave(worker):
             after = self.model.leave(effects.node)
-            effects = Effects(after.node, (*effects.messages, *after.messages))
+            sent = after.messages if worker.promise else (*effects.messages, *after.messages)
+            effects = Effects(after.node, sent)
         return self._effects(effects)
 
     def _local(self, number: int) -> tuple[tuple[str, bool, int, tuple[int, ...]], ...]:
@@ -443,7 +463,9 @@ class Cluster:
             step("worker attaches", self.model.attach(node), slow=True)
         if self.model.may_leave(node.worker):
             step("worker halts", self.model.leave(node))
-        if phase is WorkerPhase.COMPUTING and not self.coarse:
+        if node.worker.updating:
+            step(f"worker begins step {node.worker.version}", self.model.begin(node))
+        elif phase is WorkerPhase.COMPUTING and not self.coarse:
             step("worker computes", self.model.compute(node))
         return tuple(found)
 
@@ -550,8 +572,12 @@ class Cluster:
         return -1
 
     def reduces(self, head: State) -> bool:
-        """Whether orders arrive at once if it makes no difference: no more faults can happen."""
-        return self.reduced and head[0] == 0
+        """Whether orders arrive at once if it makes no difference: no more faults can happen.
+
+        With several pipelines a promise or a loss may come before or after an order, so each order
+        may make a difference.
+        """
+        return self.reduced and head[0] == 0 and not self.scopes
 
     def _waits_for(self, cs: int, i: int, number: int, order: QuietOrder) -> bool:
         """Whether the coordinator makes no assignment that concerns the node before its next step.
@@ -739,41 +765,75 @@ class Cluster:
                     other.assignment == worker.assignment,
                     f"workers of epoch {worker.epoch} have different assignments",
                 )
-        if worker.phase is WorkerPhase.DONE:
+        if worker.phase is WorkerPhase.DONE or worker.updating:
             return ()
         peer = self.nodes.values[kept] if kept >= 0 else None
-        lost = {n: None for n, part in peers.items() if _has_left(*part, worker.epoch)}
-        if worker.phase is WorkerPhase.COMPUTED and peer is not None and not peer.alive:
+        inner = self.model.pipeline_nodes(worker, node.name)
+        used = inner if worker.phase is not WorkerPhase.ARRIVED else peers.keys()
+        lost = {n: None for n, p in peers.items() if n in used and self._is_lost(worker, *p)}
+        waits = worker.phase is WorkerPhase.COMPUTED and peer is not None and not peer.alive
+        if waits and peer is not None and not self._is_unheld(node, peer):
             lost[peer.name] = None
-        if lost:
+        if lost and not (worker.promise and worker.has_arrived):
             step("lost contact", self.model.fail(node, tuple(lost), "link"))
-        self._train_on(node, [w for _, w in peers.values()], peer, step)
+        together = all(
+            other.epoch == worker.epoch and other.phase in TRAINS
+            for name, (_, other) in peers.items()
+            if name in inner
+        )
+        self._train_on(node, [w for _, w in peers.values()], together, peer, step)
         return tuple(found)
 
-    def _train_on(self, node: Node, others: list[Worker], peer: Node | None, step: Any) -> None:
-        """The next step of a worker, if the others let it go on."""
+    def _is_lost(self, worker: Worker, alive: bool, other: Worker) -> bool:
+        """Whether a worker loses contact with another one of its epoch.
+
+        A worker that lost contact at the meeting point may still promise to halt there, so its
+        links stay open. A worker that computes does not notice.
+        """
+        computes = self.scopes and worker.phase is not WorkerPhase.ARRIVED
+        stays = alive and other.phase is WorkerPhase.LEFT and other.has_arrived
+        if computes and stays and other.epoch == worker.epoch:
+            return False
+        return _has_left(alive, other, worker.epoch)
+
+    def _is_unheld(self, node: Node, peer: Node) -> bool:
+        """Whether the node's worker does not wait until this peer has its copies."""
+        return peer.name in node.unheld or ALL_PEERS in node.unheld
+
+    def _train_on(
+        self, node: Node, others: list[Worker], together: bool, peer: Node | None, step: Any
+    ) -> None:
+        """The next step of a worker, if the others let it go on.
+
+        `together`: whether all workers of its pipeline are in the epoch.
+        """
         model, worker = self.model, node.worker
-        together = all(w.epoch == worker.epoch and w.phase in TRAINS for w in others)
         if self.coarse and worker.phase in (WorkerPhase.LOADED, WorkerPhase.COMPUTING):
             if worker.phase is WorkerPhase.COMPUTING or together:
                 self._train_coarsely(node, peer, step)
         elif worker.phase is WorkerPhase.LOADED and together:
             step("is ready", model.ready(node))
-        elif worker.phase is WorkerPhase.COMPUTED and self._may_send(node, peer):
+        elif worker.phase is WorkerPhase.COMPUTED and self._may_arrive(node, peer):
             kept = self._kept(node, peer)
             step("has whole copies", model.arrive(node), kept)
-        elif worker.phase is WorkerPhase.ARRIVED:
+        elif worker.phase is WorkerPhase.ARRIVED and not worker.promise:
             self._commit(node, [worker, *others], step)
 
     def _may_send(self, node: Node, peer: Node | None) -> bool:
         """Whether the vaults take copies of the worker's epoch. None: it has no peer."""
         epoch = node.worker.epoch
-        takes = peer is None or (peer.alive and peer.fence <= epoch)
-        return takes and node.fence <= epoch
+        takes = peer is None or (peer.alive and peer.takes(node.name, epoch))
+        return takes and node.takes(node.name, epoch)
+
+    def _may_arrive(self, node: Node, peer: Node | None) -> bool:
+        """Whether the peer has the worker's copies, or the worker does not wait for it."""
+        unheld = peer is not None and self._is_unheld(node, peer)
+        return unheld or self._may_send(node, peer)
 
     def _kept(self, node: Node, peer: Node | None) -> int:
-        """Return the number of the peer with the copies of `node`; -1: there is no peer."""
-        if peer is None:
+        """Return the number of the peer with the copies of `node`; -1: there is no peer, or it
+        takes no copies."""
+        if peer is None or not self._may_send(node, peer):
             return -1
         vault = stored(peer.vault, peer.name, self.model.copies(node))
         return self.nodes.number(replace(peer, vault=vault))
@@ -801,7 +861,9 @@ class Cluster:
             sent += more
         node, more = model.compute(node)
         sent += more
-        if self._may_send(node, peer):
+        if node.worker.phase is WorkerPhase.COMPUTING:
+            number = self._kept(node, peer)
+        elif self._may_arrive(node, peer):
             number = self._kept(node, peer)
             node, more = model.arrive(node)
             sent += more

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import CHANGING, INSTALLED, transition
 from elastic.core.health.diagnosis import Finding, NodeHealth
+from elastic.core.job import scope
 from elastic.core.job import state as job
 from elastic.core.job.membership import name_conflict
 from elastic.core.job.state import JobPhase, JobState, Policy
@@ -60,10 +61,17 @@ def initial(policy: Policy) -> JobState:
 
 def take(state: JobState, event: Any) -> Decision:
     """Apply an event."""
-    after, actions, _ = transition(state, event, NOW)
+    after, actions, _ = _transition(state, event, NOW)
     saved = bool(actions) or not isinstance(event, UNSAVED)
     _check(state, after, actions)
     return Decision(canonical(after, 0.0), _plain(actions), saved)
+
+
+def _transition(state: JobState, event: Any, now: float) -> job.JobTransition:
+    try:
+        return transition(state, event, now)
+    except Exception as error:
+        raise AssertionError(f"the coordinator fails: {error!r}") from error
 
 
 def answer(state: JobState, sender: str, message: Any) -> Any | None:
@@ -99,7 +107,7 @@ def wait(state: JobState, heard: Collection[str], most_s: float) -> Passed | Non
             for name, member in quiet.members.items()
         }
         before = quiet.of(members=members, updated_at=now)
-        after, actions, _ = transition(before, job.Tick(), now)
+        after, actions, _ = _transition(before, job.Tick(), now)
         after = canonical(after, seconds)
         if actions or freeze(after) != freeze(canonical(before, seconds)):
             _check(before, after, actions)
@@ -124,8 +132,8 @@ def _check(before: JobState, after: JobState, actions: tuple[Any, ...]) -> None:
         if isinstance(action.message, m.Install):
             validate_plan(action.message.assignment.plan)
             for member in after.members.values():
-                assert member.halted and member.report.epoch >= after.epoch, (
-                    f"{member.node} has not halted for epoch {after.epoch}"
+                assert scope.has_answered(after, member), (
+                    f"{member.node} has neither halted nor promised to for epoch {after.epoch}"
                 )
 
 
@@ -244,6 +252,7 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         history=LossHistory(),
         pauses=(DEFAULT_PAUSE_S,) if state.trained else (),
         reconsider_at=0.0,
+        improve_at=max(shift(state.improve_at), NOW) if state.improve_at else 0.0,
         health={name: _health(state.health[name], shift) for name in sorted(state.health)},
         durations=(),
         seen=_shared(_with(state.seen, pause_s=0.0)),

@@ -41,6 +41,8 @@ RESUMED_AT = 1.0
 Content = tuple[int, ...]
 """Real content of a copy: (version,) of a state, or the micro-batches that a gradient sums up."""
 Vault = frozenset[tuple[Copy, Content]]
+ALL_PEERS = "all"
+"""Stands for all names in `Node.unheld`."""
 
 
 class WorkerPhase(IntEnum):
@@ -102,6 +104,20 @@ class Worker(NamedTuple):
     protected: bool = False
     record: int = -1
     """Newest step whose update it began; -1: none."""
+    done: int = 0
+    """Number of micro-batches of its step that it has run in this epoch, while more are left."""
+    updating: bool = False
+    """Whether the next step has not begun after a commit. Always false in a job of one pipeline."""
+    promise: int = 0
+    """Epoch for which it promised to halt at the meeting point; 0: none."""
+    kept: int = 0
+    """Old epoch whose links it has left open, because it kept its promise there; 0: none."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether it is at the meeting point, or has left the epoch there by a loss of contact."""
+        places = (WorkerPhase.ARRIVED, WorkerPhase.LEFT)
+        return self.phase in places and self.arrived == self.version >= 0
 
 
 NO_WORKER = Worker()
@@ -115,6 +131,10 @@ class Node:
     worker: Worker = NO_WORKER
     vault: Vault = frozenset()
     fence: int = 0
+    outside: tuple[tuple[str, int], ...] = ()
+    """(owner, oldest epoch of its copies that the vault takes in spite of the fence)."""
+    unheld: tuple[str, ...] = ()
+    """Peers whose copies the workers do not wait for (`ALL_PEERS`: nobody's)."""
     steps: tuple[m.StepDone, ...] = ()
     """Finished steps, which are sent again after each reconnect."""
     prefetch: m.Prefetch | None = None
@@ -129,6 +149,18 @@ class Node:
     @property
     def name(self) -> str:
         return self.agent.info.node
+
+    def takes(self, owner: str, epoch: int) -> bool:
+        """Whether the vault takes a copy that `owner` wrote in `epoch`."""
+        return epoch >= dict(self.outside).get(owner, self.fence)
+
+    def fenced(self, epoch: int, outside: Iterable[str] = (), publishing: int = 0) -> Node:
+        """Return the node with a fence, and the owners that still train in an older epoch."""
+        if epoch < self.fence:
+            return self
+        kept = dict(self.outside) if epoch == self.fence else {}
+        kept |= dict.fromkeys(outside, publishing)
+        return replace(self, fence=epoch, outside=tuple(sorted(kept.items())))
 
 
 class Effects(NamedTuple):
@@ -149,9 +181,14 @@ def record_of(step: int) -> StepRecord | None:
 class NodeModel:
     """Steps of nodes. Holds the facts that are equal on all nodes of a job."""
 
-    def __init__(self, spec: JobSpec, *, keeps_assignments: bool = False) -> None:
-        """`keeps_assignments`: the coordinator never forgets that it has sent an assignment."""
-        self.spec, self.keeps_assignments = spec, keeps_assignments
+    def __init__(
+        self, spec: JobSpec, *, keeps_assignments: bool = False, scopes: bool = False
+    ) -> None:
+        """`keeps_assignments`: the coordinator never forgets that it has sent an assignment.
+
+        `scopes`: an epoch change may leave some pipelines outside.
+        """
+        self.spec, self.keeps_assignments, self.scopes = spec, keeps_assignments, scopes
         self.assignments: list[Assignment] = []
         self._numbers: dict[Assignment, int] = {}
 
@@ -163,6 +200,16 @@ class NodeModel:
 
     def plan_nodes(self, worker: Worker) -> tuple[str, ...]:
         return self.assignments[worker.assignment].plan.nodes()
+
+    def pipeline_of(self, worker: Worker, node: str) -> int:
+        """Return the index of the pipeline in which a node computes."""
+        stages = self.assignments[worker.assignment].plan.stages()
+        return next(number for number, _, stage in stages if stage.unit.node == node)
+
+    def pipeline_nodes(self, worker: Worker, node: str) -> frozenset[str]:
+        """Return the nodes of its pipeline."""
+        plan, mine = self.assignments[worker.assignment].plan, self.pipeline_of(worker, node)
+        return frozenset(stage.unit.node for stage in plan.pipelines[mine].stages)
 
     def new_node(self, name: str, incarnation: int = 0) -> Node:
         return Node(core.NodeState(self._info(name, incarnation)), incarnation=incarnation)
@@ -184,6 +231,8 @@ class NodeModel:
         # A spare that has its assignment reports its copies again before they are used.
         installed = self.keeps_assignments and 0 < agent.epoch == agent.installed
         spare = installed and agent.phase is NodePhase.IDLE
+        if agent.phase is NodePhase.HALTING:
+            return bool(agent.workers) and all(worker.promise for worker in agent.workers)
         return agent.phase not in REPORTING_NO_COPIES and not spare
 
     def connected(self, node: Node) -> Effects:
@@ -195,7 +244,8 @@ class NodeModel:
         match order:
             case m.Trim(epoch):
                 kept = frozenset(pair for pair in node.vault if pair[0].epoch >= epoch)
-                return Effects(replace(node, vault=kept))
+                outside = () if epoch >= node.fence else node.outside
+                return Effects(replace(node, vault=kept, outside=outside))
             case m.Prefetch():
                 return Effects(replace(node, prefetch=order))
             case m.NodeReport():
@@ -212,17 +262,20 @@ class NodeModel:
         node = replace(node, agent=state)
         sent: list[Any] = []
         exited = False
+        promised = 0
         for action in actions:
             match action:
                 case core.SendToWorkers(message):
-                    node = replace(node, worker=self._order_worker(node.worker, message))
+                    worker = self._order_worker(node, message)
+                    promised = worker.promise if worker.promise > node.worker.promise else 0
+                    node = replace(node, worker=worker)
                 case core.SpawnWorkers():
                     node, exited = replace(node, worker=Worker(WorkerPhase.STARTING)), False
                 case core.KillWorkers():
                     exited = node.worker.phase is not WorkerPhase.ABSENT
                     node = replace(node, worker=Worker())
-                case core.FenceVault(epoch):
-                    node = replace(node, fence=max(node.fence, epoch))
+                case core.FenceVault() | core.StopHolding():
+                    node = self._order_vault(node, action)
                 case core.EnterEpoch(install):
                     node = self._enter_epoch(node, install)
                 case core.SendReport():
@@ -233,29 +286,53 @@ class NodeModel:
                 case core.Rejoin(keep_vault):
                     node, exited = self._rejoin(node, keep_vault), False
                     sent.append(self.report(node))
+        if promised:
+            promise = m.Promise(promised, node.worker.epoch, node.worker.version)
+            node, reports = self.agent_event(node, core.WorkerMessage(0, promise))
+            sent += reports
         if exited:
-            node, more = self.agent_event(node, core.WorkerExited(0, -9))
-            sent += more
+            node, reports = self.agent_event(node, core.WorkerExited(0, -9))
+            sent += reports
         return Effects(node, tuple(sent))
+
+    @staticmethod
+    def _order_vault(node: Node, action: core.FenceVault | core.StopHolding) -> Node:
+        if isinstance(action, core.StopHolding):
+            more = (ALL_PEERS,) if action.peers is None else action.peers
+            return replace(node, unheld=tuple(sorted({*node.unheld, *more})))
+        node = node.fenced(action.epoch, action.outside, action.publishing)
+        return replace(node, unheld=()) if action.discard else node
 
     def _enter_epoch(self, node: Node, install: m.Install) -> Node:
         step, epoch = install.assignment.step, install.epoch
         vault = frozenset(pair for pair in node.vault if not pair[0].undone_by(epoch, step))
         steps = tuple(d for d in node.steps if d.record.step < step or d.epoch >= epoch)
-        return replace(node, fence=max(node.fence, epoch), vault=vault, steps=steps)
+        return replace(node.fenced(epoch), vault=vault, steps=steps, unheld=())
 
     def _rejoin(self, node: Node, keep_vault: bool) -> Node:
         number = node.incarnation + 1
-        vault, fence = (node.vault, node.fence) if keep_vault else (frozenset(), 0)
-        fresh = self.new_node(node.name, number)
-        return replace(fresh, vault=vault, fence=fence, steps=node.steps)
+        fresh = replace(self.new_node(node.name, number), steps=node.steps)
+        if not keep_vault:
+            return fresh
+        return replace(fresh, vault=node.vault, fence=node.fence, outside=node.outside)
 
-    def _order_worker(self, worker: Worker, order: Any) -> Worker:
+    def _may_promise(self, worker: Worker, epoch: int) -> bool:
+        """Whether the worker may promise to halt for `epoch` at the meeting point: it computes a
+        step, or is at the meeting point, and has no order to halt at once."""
+        halts = worker.halt > worker.epoch and not worker.boundary
+        computes = worker.phase in (WorkerPhase.COMPUTING, WorkerPhase.COMPUTED)
+        there = (computes and not worker.updating) or worker.has_arrived
+        return there and worker.version < self.spec.n_steps and not halts and epoch > worker.epoch
+
+    def _order_worker(self, node: Node, order: Any) -> Worker:
+        worker = node.worker
         if worker.phase <= WorkerPhase.STARTING:
             return worker
         match order:
             case m.Halt(epoch, boundary) if epoch > worker.halt:
-                return worker._replace(halt=epoch, boundary=boundary)
+                promises = node.name in order.outside and self._may_promise(worker, epoch)
+                promise = epoch if promises else worker.promise
+                return worker._replace(halt=epoch, boundary=boundary, promise=promise)
             case m.Install(epoch, assignment) if epoch > worker.epoch:
                 return worker._replace(
                     phase=WorkerPhase.LOADING,
@@ -265,6 +342,9 @@ class NodeModel:
                     agreed=0,
                     resumed=False,
                     protected=False,
+                    done=0,
+                    updating=False,
+                    promise=0,
                 )
             case m.Stop():
                 return Worker()
@@ -296,25 +376,41 @@ class NodeModel:
         if worker.phase in (WorkerPhase.LEFT, WorkerPhase.DONE):
             return True
         active = WorkerPhase.LOADING <= worker.phase <= WorkerPhase.ARRIVED
-        return active and not worker.boundary
+        return active and not worker.boundary and not self.goes_on(worker)
 
-    def leave(self, node: Node) -> Effects:
-        """Leave the epoch, publish everything to the own vault, and report it."""
+    @staticmethod
+    def goes_on(worker: Worker) -> bool:
+        """Whether the worker halts later, at the meeting point, as it has promised."""
+        computes = worker.phase in (WorkerPhase.COMPUTING, WorkerPhase.COMPUTED)
+        return computes and 0 < worker.promise == worker.halt
+
+    def leave(self, node: Node, complete: bool = False) -> Effects:
+        """Leave the epoch, publish everything to the own vault, and report it.
+
+        `complete`: the worker has just come to the meeting point, and keeps its promise.
+        """
         worker = node.worker
+        complete |= worker.has_arrived and 0 < worker.promise == worker.halt
         vault = self._published(node) if worker.version >= 0 else node.vault
-        started = frozenset({0}) if any(held for _, held in worker.gradients) else frozenset()
+        started = frozenset(i for _, held in worker.gradients for i in held)
         record = record_of(worker.record)
-        halted = m.Halted(worker.halt, worker.version, started, started, record)
-        worker = worker._replace(phase=WorkerPhase.IDLE)
+        halted = m.Halted(worker.halt, worker.version, started, started, record, complete)
+        kept = worker.epoch if complete else 0
+        worker = worker._replace(
+            phase=WorkerPhase.IDLE, done=0, updating=False, promise=0, kept=kept
+        )
         return self.tell(replace(node, vault=vault), worker, halted)
 
     def fail(self, node: Node, suspects: tuple[str, ...], detail: str) -> Effects:
         """Contact with other workers is lost: leave the epoch."""
-        worker = node.worker._replace(phase=WorkerPhase.LEFT)
+        worker = node.worker._replace(phase=WorkerPhase.LEFT, done=0, kept=0)
         return self.tell(node, worker, m.CommFailed(worker.epoch, suspects, detail))
 
     def compute(self, node: Node) -> Effects:
-        """Run all micro-batches of the step that some layer lacks; publish to the own vault."""
+        """Run the micro-batches of the step that some layer lacks; publish to the own vault.
+
+        A worker of several pipelines runs one at a time, because orders may come in between.
+        """
         worker, assignment = node.worker, self.assignments[node.worker.assignment]
         assert not assignment.partial, "this backup scheme logs no messages"
         first = worker.version == assignment.step
@@ -322,12 +418,19 @@ class NodeModel:
         shares = (
             assignment.todo if first else tuple(p.microbatches for p in assignment.plan.pipelines)
         )
-        todo = shares[0] if worker.version < self.spec.n_steps else ()
+        trains = worker.version < self.spec.n_steps
+        todo = shares[self.pipeline_of(worker, node.name)] if trains else ()
+        left, done = len(todo), 0
+        if self.scopes and todo:
+            todo, done = todo[worker.done : worker.done + 1], worker.done + 1
+        more = 0 < done < left
         gradients = tuple(
             (layer, tuple(sorted((*held, *(i for i in todo if i not in covered.get(layer, ()))))))
             for layer, held in worker.gradients
         )
-        worker = worker._replace(phase=WorkerPhase.COMPUTED, gradients=gradients)
+        phase = WorkerPhase.COMPUTING if more else WorkerPhase.COMPUTED
+        done = done if more else 0
+        worker = worker._replace(phase=phase, gradients=gradients, done=done)
         node = replace(node, worker=worker)
         node = replace(node, vault=self._published(node))
         if worker.resumed:
@@ -342,6 +445,9 @@ class NodeModel:
         worker, assignment = node.worker, self.assignments[node.worker.assignment]
         plan = assignment.plan
         layers = [la for _, _, s in plan.stages() if s.unit.node == node.name for la in s.layers]
+        promised = dict(assignment.promised).get(self.pipeline_of(worker, node.name))
+        if promised is not None:
+            return self._keep_sums(node, layers, tuple(sorted(promised)))
         recipes = {r.layer: r for name, r in assignment.recipes if name == node.name}
         gradients = []
         for layer in layers:
@@ -355,6 +461,20 @@ class NodeModel:
             version=assignment.step,
             state_epoch=worker.epoch,
             gradients=tuple(gradients),
+        )
+        return Effects(replace(node, worker=worker))
+
+    def _keep_sums(self, node: Node, layers: list[int], promised: Content) -> Effects:
+        """Keep the layers with their sums, as promised; fail if they are not as promised."""
+        worker, assignment = node.worker, self.assignments[node.worker.assignment]
+        held = dict(worker.gradients)
+        kept = all(held.get(layer) == promised for layer in layers)
+        if not kept or worker.version != assignment.step:
+            return self.fail(node, (), f"the sums of {layers} are not as promised")
+        worker = worker._replace(
+            phase=WorkerPhase.LOADED,
+            state_epoch=worker.epoch,
+            gradients=tuple((layer, held[layer]) for layer in layers),
         )
         return Effects(replace(node, worker=worker))
 
@@ -379,7 +499,7 @@ class NodeModel:
         return tuple(sorted(i for copy in recipe.gradients for i in content(copy)))
 
     def ready(self, node: Node) -> Effects:
-        worker = node.worker._replace(phase=WorkerPhase.COMPUTING)
+        worker = node.worker._replace(phase=WorkerPhase.COMPUTING, kept=0)
         return self.tell(node, worker, m.Ready(worker.epoch, 0.0, 0.0))
 
     def keeper(self, node: Node) -> str | None:
@@ -412,11 +532,19 @@ class NodeModel:
         )
 
     def _published(self, node: Node) -> Vault:
+        if not node.takes(node.name, node.worker.state_epoch):
+            return node.vault
         return stored(node.vault, node.name, self.copies(node))
 
+    def begin(self, node: Node) -> Effects:
+        """Begin the step after a commit."""
+        return Effects(replace(node, worker=node.worker._replace(updating=False)))
+
     def arrive(self, node: Node) -> Effects:
-        """All copies are whole at the peer: enter the commit."""
+        """All copies are whole at the peer: enter the commit, or halt as promised."""
         worker = node.worker
+        if self.goes_on(worker):
+            return self.leave(node, complete=True)
         planned = worker.halt if worker.boundary and worker.halt > worker.epoch else 0
         worker = worker._replace(
             phase=WorkerPhase.ARRIVED, arrived=worker.version, agreed=planned, protected=True
@@ -432,10 +560,13 @@ class NodeModel:
         """
         worker = node.worker
         step = worker.version
+        assert not worker.promise, f"a worker that has promised to halt commits step {step}"
+        leaves = halt > worker.epoch
         worker = worker._replace(
-            phase=WorkerPhase.LEFT if halt > worker.epoch else WorkerPhase.COMPUTING,
+            phase=WorkerPhase.LEFT if leaves else WorkerPhase.COMPUTING,
             version=step + 1,
             record=step,
+            updating=self.scopes and not leaves and step + 1 < self.spec.n_steps,
             gradients=tuple((layer, ()) for layer, _ in worker.gradients),
         )
         node = replace(node, worker=worker)

@@ -45,6 +45,12 @@ class Search:
     """Most last writes that the store loses at a time."""
     reduced: bool = True
     """Whether orders of steps are left out that make no difference."""
+    pipelines: int = 1
+    """Number of pipelines; with several, an epoch change may leave some outside."""
+    microbatches: int = 1
+    """Micro-batches per step."""
+    spares: int | None = None
+    """Nodes without a stage; None: with one pipeline all but two, else none."""
 
     @property
     def name(self) -> str:
@@ -61,6 +67,9 @@ class Search:
             until_end=not self.fine,
             lost_writes=self.lost_writes,
             reduced=self.reduced,
+            pipelines=self.pipelines,
+            microbatches=self.microbatches,
+            spares=self.spares,
         )
 
     def key(self, *ignored: str) -> dict[str, Any]:

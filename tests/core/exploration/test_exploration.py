@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.core.coordinator import event_handlers, transitions
 from elastic.core.policy import progress_watchdog
+from elastic.core.protocol import messages as m
+from elastic.core.recovery.solver import Solver
 from tests.core.exploration import coordinator_model
 from tests.core.exploration.cluster import HEAD, Cluster, State
 from tests.core.exploration.explorer import Explorer, Result
@@ -45,6 +49,54 @@ def test_two_nodes_and_a_spare_survive_one_fault(kind: str) -> None:
     result = explore(Cluster(3, 1, kinds=frozenset({kind}), coarse=True, until_end=True))
     check(result)
     assert result.faults[kind] > 10 and not result.interventions
+
+
+@pytest.mark.parametrize("kind", ["drop", "takeover"])
+def test_two_pipelines_survive_one_fault(kind: str) -> None:
+    kinds = frozenset({kind})
+    result = explore(
+        Cluster(3, 1, kinds=kinds, coarse=True, until_end=True, pipelines=2, microbatches=2)
+    )
+    check(result)
+    assert result.faults[kind] > 10 and not result.interventions
+
+
+def two_pipelines_and_a_spare() -> Cluster:
+    """Return a job in which the spare replaces one of two pipelines of one node."""
+    kinds = frozenset({"node crash"})
+    return Cluster(
+        3,
+        1,
+        kinds=kinds,
+        steps=2,
+        coarse=True,
+        until_end=True,
+        pipelines=2,
+        microbatches=3,
+        spares=1,
+    )
+
+
+def test_a_pipeline_goes_on_while_another_one_is_repaired() -> None:
+    cluster = two_pipelines_and_a_spare()
+    check(explore(cluster))
+    nodes, messages = cluster.nodes.values, cluster.messages.values
+    assert any(assignment.promised for assignment in cluster.model.assignments)
+    assert any(cluster.model.goes_on(node.worker) for node in nodes)
+    reports = [one for one in messages if isinstance(one, m.NodeReport)]
+    assert any(one.complete for report in reports for one in report.halted)
+
+
+def test_a_promised_microbatch_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If copies with promised micro-batches were used, a layer would have one of them twice."""
+    allowed = Solver._common_ledgers
+    monkeypatch.setattr(
+        Solver,
+        "_common_ledgers",
+        lambda self, layer, version: allowed(replace(self, promised=0), layer, version),
+    )
+    result = explore(two_pipelines_and_a_spare())
+    assert any(text.startswith("step ") and ", layer " in text for text in result.violations)
 
 
 @pytest.mark.parametrize("reduced", [False, True])

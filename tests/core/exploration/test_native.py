@@ -17,13 +17,29 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no 
 
 
 def compare(
-    nodes: int, *sequences: tuple[str, ...], from_start: bool = False, reduced: bool = False
+    nodes: int,
+    *sequences: tuple[str, ...],
+    from_start: bool = False,
+    reduced: bool = False,
+    pipelines: int = 1,
+    microbatches: int = 1,
+    spares: int | None = None,
 ) -> Result:
     """Do both searches, and compare all their figures."""
 
     def new_cluster() -> Cluster:
         kinds = frozenset(sequences)
-        return Cluster(nodes, 0, sequences=kinds, coarse=True, until_end=True, reduced=reduced)
+        return Cluster(
+            nodes,
+            0,
+            sequences=kinds,
+            coarse=True,
+            until_end=True,
+            reduced=reduced,
+            pipelines=pipelines,
+            microbatches=microbatches,
+            spares=spares,
+        )
 
     one, two = new_cluster(), new_cluster()
     found = Explorer(one).run(one.start if from_start else one.running())
@@ -43,6 +59,10 @@ def compare(
 @pytest.mark.parametrize("kind", ["drop", "duplicate", "takeover", "lost save"])
 def test_both_searches_find_the_same_after_one_fault(kind: str, reduced: bool) -> None:
     assert compare(3, (kind,), reduced=reduced).faults[kind] > 10
+
+
+def test_both_searches_find_the_same_with_two_pipelines() -> None:
+    compare(3, ("node crash",), reduced=True, pipelines=2, microbatches=2, spares=1)
 
 
 def test_both_searches_leave_out_the_same_orders() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from elastic.core.recovery.recovery import solve
+from elastic.core.recovery.recovery import PromisedWork, solve
 from elastic.domain.types import (
     GRADIENT,
     STATE,
@@ -94,6 +94,7 @@ def run(
     initial: bool = False,
     live: dict[str, int] | None = None,
     fetch_s: float = 0.0,
+    promised: PromisedWork | None = None,
 ) -> Assignment:
     """Solve a recovery on `nodes`, which have a vault each."""
     return solve(
@@ -106,6 +107,7 @@ def run(
         initial_allowed=initial,
         live=live or {},
         fetch_s=fetch_s,
+        promised=promised,
     )
 
 

@@ -60,14 +60,18 @@ class Run:
     @property
     def whole(self) -> bool:
         """All workers of the plan are present and reachable."""
-        wanted = {
-            (unit.node, rank)
-            for unit in self.assignment.plan.units()
-            for rank in range(self.assignment.plan.tp)
-        }
-        if wanted != self.present.keys() or not all(w.reachable for w in self.present.values()):
+        return self._meet([unit.node for unit in self.assignment.plan.units()])
+
+    def whole_pipeline(self, number: int) -> bool:
+        """All workers of a pipeline are present and reachable."""
+        pipeline = self.assignment.plan.pipelines[number]
+        return self._meet([stage.unit.node for stage in pipeline.stages])
+
+    def _meet(self, nodes: list[str]) -> bool:
+        wanted = [(node, rank) for node in nodes for rank in range(self.assignment.plan.tp)]
+        workers = [self.present.get(one) for one in wanted]
+        if not all(worker is not None and worker.reachable for worker in workers):
             return False
-        nodes = sorted({node for node, _ in wanted})
         world = next(iter(self.present.values())).world
         return not world.broken or all(world.joined(a, b) for a in nodes for b in nodes if a < b)
 
@@ -91,6 +95,8 @@ class Agent:
         self._generation = 0
         self._incarnations = itertools.count()
         self.vault, self.fence = Vault(name), 0
+        self.outside: dict[str, int] = {}
+        """Owner -> oldest epoch of its copies that the vault takes in spite of the fence."""
         self._begin()
 
     def _begin(self) -> None:
@@ -101,6 +107,12 @@ class Agent:
         )
         self.state = core.NodeState(info)
         self.workers = list[Worker]()
+        self._discarded = 0
+        """Bundles of older epochs are not sent any more."""
+        self._lost: tuple[str, ...] | None = ()
+        """Peers whose bundles are acknowledged as not kept; None: all that would be held."""
+        self._held = list[Callable[[], None]]()
+        """Attempts to deliver the bundles that are held."""
         self._speak: dict[int, float] = {}
         self.watches: dict[str, tuple[str, PathWatch]] = {}
         """Per peer: (address of its vault, attempts to reach it)."""
@@ -149,6 +161,7 @@ class Agent:
             return
         match message:
             case m.Trim(epoch):
+                self.outside = {} if epoch >= self.fence else self.outside
                 self.vault.held = {k: v for k, v in self.vault.held.items() if v[0].epoch >= epoch}
             case m.Prefetch():
                 self._watch(message.vaults)
@@ -247,11 +260,8 @@ class Agent:
                 self._check_kill(reason)
                 for worker in self.workers:
                     worker.die(-9)
-            case core.EnterEpoch(install):
-                self.fence = max(self.fence, install.epoch)
-                self._watch(install.assignment.vaults)
-            case core.FenceVault(epoch):
-                self.fence = max(self.fence, epoch)
+            case core.EnterEpoch() | core.FenceVault() | core.StopHolding():
+                self._act_on_copies(action)
             case core.SendReport():
                 self.report()
             case core.EndAgent():
@@ -260,9 +270,42 @@ class Agent:
             case core.Rejoin(keep_vault):
                 self._generation += 1
                 if not keep_vault:
-                    self.vault, self.fence = Vault(self.name), 0
+                    self.vault, self.fence, self.outside = Vault(self.name), 0, {}
                 self._begin()
                 self.report()
+
+    def _act_on_copies(self, action: core.EnterEpoch | core.FenceVault | core.StopHolding) -> None:
+        match action:
+            case core.EnterEpoch(install):
+                self._fence(install.epoch)
+                self._discard(install.epoch)
+                self._watch(install.assignment.vaults)
+            case core.FenceVault(epoch, outside, publishing, discard):
+                self._fence(epoch, dict.fromkeys(outside, publishing))
+                if discard:
+                    self._discard(epoch)
+            case core.StopHolding(peers):
+                stops = peers is None or self._lost is None
+                self._lost = None if stops else (*(self._lost or ()), *(peers or ()))
+                held, self._held = self._held, []
+                for again in held:
+                    again()
+
+    def _fence(self, epoch: int, outside: dict[str, int] | None = None) -> None:
+        """Refuse copies of older epochs, except those of the owners `outside`."""
+        if epoch > self.fence:
+            self.fence, self.outside = epoch, {}
+        if epoch == self.fence:
+            self.outside |= outside or {}
+
+    def takes(self, copy: Copy) -> bool:
+        """Whether the vault takes a copy of this owner and epoch."""
+        return copy.epoch >= self.outside.get(copy.owner, self.fence)
+
+    def _discard(self, epoch: int) -> None:
+        """Drop the bundles that are not sent yet."""
+        self._discarded, self._lost = max(self._discarded, epoch), ()
+        self._held.clear()
 
     def _check_kill(self, reason: str) -> None:
         healthy = all(w.alive and not w.frozen for w in self.workers)
@@ -272,7 +315,8 @@ class Agent:
 
     def report(self) -> None:
         report = core.report(self.state)
-        if report.phase not in RUNNING:
+        halting = report.phase is NodePhase.HALTING
+        if (halting and len(report.promises) == self.world.tp) or report.phase not in RUNNING:
             report = replace(report, inventory=self.inventory())
         self._send(report)
 
@@ -332,23 +376,32 @@ class Agent:
     def replicate(
         self, copies: list[tuple[Copy, Any]], peer: str, acked: Callable[[], None]
     ) -> None:
-        """Send copies to the peer's vault. There is no acknowledgement if it refuses them."""
+        """Send copies to the peer's vault. There is no acknowledgement if it refuses them, and the
+        bundle may be held."""
         epoch, target = copies[0][0].epoch, self.world.agents[peer]
 
         def arrive() -> None:
-            if not self.alive or self.fence > epoch:
+            if not self.alive or self._discarded > epoch:
                 return
-            if not target.alive:
+            reached = target.alive and not target.refuses and target.takes(copies[0][0])
+            reached = reached and not self.cut and not target.cut
+            held = not reached or not self.world.joined(self.name, peer)
+            if (held and self._lost is None) or peer in (self._lost or ()):
+                acked()
+            elif not target.alive:
+                self._held.append(arrive)
                 self.peer_unreachable(epoch, peer)
             elif self.cut or target.cut or not self.world.joined(self.name, peer):
                 self.world.at(0.1, arrive)
             elif target.refuses:
                 self.peer_unreachable(epoch, peer)
                 self.world.at(5.0, arrive)
-            elif target.fence <= epoch:
+            elif target.takes(copies[0][0]):
                 for copy, content in copies:
                     target.vault.add(copy, content)
                 acked()
+            else:
+                self._held.append(arrive)
 
         self.world.at(self.world.soon(0.002, 0.02), arrive)
 

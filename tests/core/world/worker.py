@@ -2,7 +2,10 @@
 
 It computes and publishes by the rules of `tests.core.worker_model`, in the order of
 `elastic.worker.epoch_session`; computing is a delay. Stages do not wait for each other's
-micro-batches here: they meet at the commit, and decisions depend on that alone.
+micro-batches here: they meet at the commit, and decisions depend on that alone. A stage needs the
+connections inside its pipeline until then. That other connections have ended it notices there.
+
+A worker promises as `elastic.worker.control.meeting_point` says.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ class Worker:
         self.spinning, self.mute = False, agent.mute_starts > 0
         self.epoch = self.left_epoch = 0
         self.left, self.awaits_halt = True, False
+        self.place, self.promise = "", 0
+        """"computing" the full schedule, "arrived" at the meeting point, or elsewhere; and the
+        epoch for which it has promised to halt there."""
+        self._missed: dict[str, None] = {}
+        """Nodes of other pipelines whose connections have ended, which it has not noticed."""
         self.newest = m.Halt(0)
         self.model: worker_model.Worker | None = None
         """Model of the newest installed epoch."""
@@ -102,8 +110,17 @@ class Worker:
                 continue
             if not other.left and other.run is run and not other.agent.cut:
                 other._later(
-                    self.world.soon(0.001, 0.03), partial(other._link_failed, (self.agent.name,))
+                    self.world.soon(0.001, 0.03), partial(other._disconnected, self.agent.name)
                 )
+
+    def _disconnected(self, node: str) -> None:
+        """The connections of a node have ended."""
+        assert self.model is not None and self.run is not None
+        stages = self.run.assignment.plan.pipelines[self.model.pipeline].stages
+        if self.place == "arrived" or node in {stage.unit.node for stage in stages}:
+            self._link_failed((node,))
+        else:
+            self._missed[node] = None
 
     def _link_failed(self, nodes: tuple[str, ...]) -> None:
         if not self.left:
@@ -122,20 +139,40 @@ class Worker:
             return
         match message:
             case m.Halt():
+                promises = not message.boundary and self._promises(message)
                 self.newest = message
                 if self.awaits_halt:
                     self._tell_halted()
+                elif promises and self.place == "computing":
+                    pass  # it halts at the meeting point
                 elif not self.left and not message.boundary and message.epoch > self.epoch:
-                    self._leave()
+                    self._leave(quiet=self._keeps_promise)
             case m.Install() if message.epoch > self.left_epoch:
                 self._enter(message)
             case m.Stop():
                 self.alive = False
 
+    def _promises(self, halt: m.Halt) -> bool:
+        """Promise to halt at the meeting point, if the worker may."""
+        ordered = self.newest.epoch > self.epoch and not self.newest.boundary
+        if ordered or not self.place or halt.epoch <= self.epoch:
+            return False
+        if self.agent.name not in halt.outside:
+            return False
+        self.promise = halt.epoch
+        self.send(m.Promise(halt.epoch, self.epoch, self.step))
+        return True
+
+    @property
+    def _keeps_promise(self) -> bool:
+        return self.place == "arrived" and 0 < self.promise == self.newest.epoch
+
     def _leave(self, quiet: bool = False) -> None:
         """Leave all communication; report once a newer epoch is known."""
         self._token += 1
         self.left, self.left_epoch, self.awaits_halt, self.activity = True, self.epoch, True, "wait"
+        if self.place != "arrived":
+            self.place = ""
         if not quiet:
             self._break()
         if self.newest.epoch > self.epoch:
@@ -148,16 +185,16 @@ class Worker:
         halted = m.Halted(self.newest.epoch, -1, record=self.record)
         if self.model is not None:
             halted = replace(self.model.halt(self.newest.epoch), record=self.record)
-        self.send(halted)
+        self.send(replace(halted, complete=self._keeps_promise))
 
     # ---- installing -----------------------------------------------------------------------------
 
     def _enter(self, order: m.Install) -> None:
         self._token += 1
-        self.epoch, self.left, self.awaits_halt = order.epoch, False, False
+        self.epoch, self.left, self.awaits_halt, self.run = order.epoch, False, False, None
         self.assignment: Assignment = order.assignment
         self._told, self._resumed, self._protected, self._sending = False, False, False, False
-        self.activity = "install"
+        self.activity, self.place, self.promise, self._missed = "install", "", 0, {}
         if self.newest.epoch > self.epoch and not self.newest.boundary:
             self._leave()
             return
@@ -167,6 +204,12 @@ class Worker:
         """Fetch the copies of the recipes from the vaults that the recipes name."""
         plan, node = self.assignment.plan, self.agent.name
         at = next((p, s) for p, s, stage in plan.stages() if stage.unit.node == node)
+        promised = dict(self.assignment.promised).get(at[0])
+        problem = worker_model.broken_promise(self.model, self.assignment, promised)
+        if problem:
+            self.send(m.CommFailed(self.epoch, (), problem))
+            self._leave()
+            return
         for recipe in [r for n, r in self.assignment.recipes if n == node and r.shard == self.rank]:
             sources = [*recipe.states, *recipe.updates, *recipe.replay, *recipe.gradients]
             if not all(self._has(copy) for copy in sources):
@@ -175,7 +218,10 @@ class Worker:
                 return
         vaults = {name: agent.vault for name, agent in self.world.agents.items()}
         number, spec = lambda: next(self.world.sequence), self.world.spec
-        self.model = worker_model.install(self.assignment, spec, at, self.rank, vaults, number)
+        live = self.model if promised is not None else None
+        self.model = worker_model.install(
+            self.assignment, spec, at, self.rank, vaults, number, live
+        )
         self.parts = [run for run, s in worker_model.shares(self.assignment, at[0]) if s == at[1]]
         self.todo = list(self.model.todo)
         self._meet()
@@ -198,15 +244,18 @@ class Worker:
         self.poke()
 
     def poke(self) -> None:
-        """Begin or commit if all workers are present."""
-        if self.run is None or not self.run.whole or self.left:
+        """Begin if all workers of the pipeline are present, or commit if all workers are."""
+        if self.run is None or self.model is None or self.left:
             return
         workers = list(self.run.present.values())
-        if all(not w._told for w in workers):
-            for worker in workers:
+        mine = [w for w in workers if w.model and w.model.pipeline == self.model.pipeline]
+        if not any(w._told for w in mine) and self.run.whole_pipeline(self.model.pipeline):
+            for worker in mine:
                 worker._told = True
                 worker._later(self.world.soon(0.001, 0.02), worker._ready)
-        elif all(w.arrived and w.step == self.step and not w.left for w in workers):
+        elif self.run.whole and all(
+            w.arrived and w.step == self.step and not w.left for w in workers
+        ):
             self.run.check_ledgers(self.world.spec, self.step)
             halt = max(w.newest.epoch if w.newest.boundary else 0 for w in workers)
             for worker in workers:
@@ -222,12 +271,14 @@ class Worker:
 
     def _next(self) -> None:
         assert self.model is not None
+        if not self.parts and self.step < self.world.spec.n_steps:
+            self.place = "computing"
         if self.step < self.world.spec.n_steps and (self.parts or self.todo):
             self._later(MICROBATCH_S * self.world.soon(0.5, 1.5), self._microbatch)
         else:
             self.model.enter()
             self._send_copies()
-            self._gate()
+            self._arrive()
 
     def _microbatch(self) -> None:
         assert self.model is not None
@@ -251,6 +302,17 @@ class Worker:
         self._send_copies()
         self._next()
 
+    def _arrive(self) -> None:
+        """Halt at the meeting point, as promised, or go on to the commit."""
+        if self.step < self.world.spec.n_steps:
+            self.place = "arrived"
+        if self._keeps_promise:
+            self._leave(quiet=True)
+        elif self._missed:
+            self._link_failed(tuple(self._missed))
+        else:
+            self._gate()
+
     def _gate(self) -> None:
         """Enter the commit only when all copies are whole at the peer."""
         assert self.model is not None
@@ -265,6 +327,8 @@ class Worker:
         if self.step >= self.world.spec.n_steps:
             self._later(self.world.soon(0.01, 0.1), self._finish)
             return
+        assert not self.promise, f"{self.agent.name} commits in spite of its promise"
+        self.place = ""
         self.model.commit()
         self.record = self.model.record
         while self.model.passed:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.coordinator.transitions import RULES, transition
+from elastic.core.job import scope
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Policy
 from elastic.core.protocol import messages as m
@@ -457,13 +458,17 @@ class CoordinatorShell:
         validate_plan(assignment.plan)
         for node, member in self.state.members.items():
             agent = self.world.agents[node]
-            assert member.halted and member.report.epoch >= epoch, (
+            assert scope.has_answered(self.state, member) and member.report.epoch >= epoch, (
                 f"{node} has not halted for {epoch}"
             )
+            if scope.is_outside(self.state, node):
+                continue
             running = [w for w in agent.workers if w.alive and not w.left and w.epoch < epoch]
             if agent.alive and agent.state.info.incarnation == member.report.info.incarnation:
                 assert not running, f"{node} still runs epoch {running[0].epoch}"
-        if all(self.world.agents[node].alive for node in self.state.members):
+        # What workers have promised is in no vault. The ledgers are compared in the commit.
+        alive = all(self.world.agents[node].alive for node in self.state.members)
+        if alive and not assignment.promised:
             check_assignment(
                 assignment, self.world.spec, {n: a.vault for n, a in self.world.agents.items()}
             )

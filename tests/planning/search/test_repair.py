@@ -144,3 +144,32 @@ def test_every_repair_leaves_the_others_alone(
             for one in found.pipelines
         )
         assert stays or damaged & {*owners(pipeline)}
+
+
+def test_pipelines_that_must_stay() -> None:
+    plan = planned(JOB, nodes(9), "3+3+3")
+    lost, other = owners(plan.pipelines[1])[1], owners(plan.pipelines[0])
+    left = tuple(info for info in nodes(9) if info.node != lost)
+    request = PlanRequest(spec=JOB, nodes=left, epoch=2, current=plan)
+    assert repair(request, other) == repair(request)
+    assert repair(request, [lost]) is None, "it cannot stay"
+
+
+def test_all_pipelines_stay_if_the_workers_are_back() -> None:
+    plan = planned(JOB, nodes(6), "3+3")
+    request = PlanRequest(spec=JOB, nodes=nodes(6), epoch=2, current=plan)
+    found = repair(request, owners(plan.pipelines[0]))
+    assert found is not None and found.epoch == 2
+    assert [p.stages for p in found.pipelines] == [p.stages for p in plan.pipelines]
+
+
+def test_a_pipeline_goes_if_no_node_is_left_for_it() -> None:
+    plan = planned(JOB, nodes(3), "3")
+    gone = owners(plan.pipelines[1])
+    stay = [node for pipeline in plan.pipelines for node in owners(pipeline) if node not in gone]
+    left = tuple(info for info in nodes(3) if info.node not in gone)
+    request = PlanRequest(spec=JOB, nodes=left, epoch=2, current=plan)
+    found = repair(request, stay)
+    assert found is not None and repair(request) is None
+    assert [p.stages for p in found.pipelines] == [plan.pipelines[i].stages for i in (0, 2)]
+    assert sum(len(pipeline.microbatches) for pipeline in found.pipelines) == 12

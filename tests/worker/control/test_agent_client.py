@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.protocol import messages as m
+from elastic.domain.errors import ChannelClosed
 from elastic.domain.types import Assignment
 from elastic.planning.plan.plan import parse_plan
 from elastic.rpc.frames import Channel, listen_unix
@@ -67,3 +68,44 @@ def test_an_unexpected_error_ends_the_worker(
     agent.close()
     listener.close()
     assert "KeyError: 'bundle'" in capsys.readouterr().err
+
+
+def client_in_epoch(path: Path, epoch: int) -> tuple[AgentClient, Channel]:
+    """Return a client whose epoch has begun, and its agent's end of the channel."""
+    with listen_unix(path) as listener:
+        client = AgentClient(settings_of(path))
+        agent = Channel(listener.accept()[0])
+    assert isinstance(agent.receive(), m.Hello)
+    client.begin_epoch(epoch)
+    return client, agent
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_worker_outside_the_scope_promises(tmp_path: Path, arrived: bool) -> None:
+    """If it is at its meeting point, its waits end. A second order ends all at once."""
+    client, agent = client_in_epoch(tmp_path / "agent.sock", 1)
+    abandon = client.begin_epoch(1)
+    client.meeting.depart(5)
+    if arrived:
+        client.meeting.arrive()
+    client._receive(m.Halt(2, outside=("a",)), lambda acked: None)
+    assert agent.receive() == m.Promise(2, 1, 5)
+    assert (abandon.is_set(), abandon.gentle) == (arrived, arrived)
+    assert client.await_halt(1) == 2
+    client._receive(m.Halt(3), lambda acked: None)
+    assert abandon.is_set() and not abandon.gentle
+    client.close()
+    client._channel.close()
+    agent.close()
+
+
+def test_a_worker_in_an_update_halts_at_once(tmp_path: Path) -> None:
+    client, agent = client_in_epoch(tmp_path / "agent.sock", 1)
+    abandon = client.begin_epoch(1)
+    client._receive(m.Halt(2, outside=("a",)), lambda acked: None)
+    assert abandon.is_set() and not abandon.gentle
+    client._channel.close()
+    with pytest.raises(ChannelClosed):
+        agent.receive()
+    client.close()
+    agent.close()

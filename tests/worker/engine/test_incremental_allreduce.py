@@ -5,7 +5,6 @@ No micro-batch is lost or counted twice if a round is interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from dataclasses import dataclass
 
@@ -97,6 +96,7 @@ class Worker:
             stack(N_LAYERS), self.member.layers, self.accumulate
         )
         links = self.rank.open(pairs=ranks.pairs(), holder_sets=ranks.holder_sets())
+        self.links = links
         stages: list[LocalStage] = stages_of_rank(ranks, self.rank.rank, self.layers)
         self.runner = runner(self.layers, links, M, stages)
         self.common = IncrementalAllReduce(
@@ -240,9 +240,11 @@ def interrupted_step(rank: Rank, victim: int, at: int, every: int) -> HeldParts:
     worker = Worker(plan_of(PLANS["equal cuts"]), rank, Accumulate.EXACT, every)
     if rank.rank == victim:
         worker.hooks = PauseAfter(worker.common, rank, at)
-    with contextlib.suppress(LinkFailed):  # the last stages may have received everything
+    try:
         worker.step(worker.todo)
-        worker.common.finish(())
+        worker.common.finish(())  # the last stages may have received everything
+    except LinkFailed:
+        worker.links.close()  # as the session does: others may wait for this rank
     for layer in worker.layers:
         layer.cancel_rounds()
     return {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elastic.domain.errors import ElasticError, FieldError
+from elastic.domain.errors import ElasticError, FieldError, VaultError
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.engine.stage import LocalStage, stages_of_rank
@@ -231,7 +231,7 @@ def test_a_group_leaves_at_the_same_check() -> None:
     assert (found, calls) == ([EpochAbandoned, EpochAbandoned], [2, 2])
 
 
-@pytest.mark.parametrize("error", [EpochAbandoned("a newer epoch"), LinkFailed((4,), "broken")])
+@pytest.mark.parametrize("error", [EpochAbandoned("a newer epoch"), VaultError("no room")])
 def test_a_rank_that_fails_between_checks_notifies_the_others_once(error: Exception) -> None:
     def fail_after_one(agreement: GroupAgreement) -> None:
         agreement.check()
@@ -241,6 +241,17 @@ def test_a_rank_that_fails_between_checks_notifies_the_others_once(error: Except
     assert (found, calls) == ([type(error), EpochAbandoned], [2, 2])
     found, calls = run_group([fail_after_one, fail_after_one], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([type(error)] * 2, [2, 2])
+
+
+def test_a_rank_reports_a_failed_link_before_it_tells_its_group() -> None:
+    """The other rank may wait in a collective that does not fail, until an epoch is announced for
+    this very report."""
+
+    def no_exchange(flag: bool) -> bool:
+        raise AssertionError("the other rank takes part in no exchange")
+
+    with pytest.raises(LinkFailed), GroupAgreement(no_exchange, AbandonSignal()):
+        raise LinkFailed((4,), "broken")
 
 
 def leave(agreement: GroupAgreement) -> None:

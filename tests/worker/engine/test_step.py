@@ -16,6 +16,7 @@ from elastic.planning.plan.rank_map import roster
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import TrainingPosition
+from elastic.worker.control.meeting_point import MeetingPoint
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepRunner
@@ -53,7 +54,11 @@ class Worker:
             injector=cast(Any, SimpleNamespace(reach=self._reach, stretch=lambda seconds: None)),
             agent=cast(
                 Any,
-                SimpleNamespace(position=TrainingPosition(), boundary_requested=lambda: None),
+                SimpleNamespace(
+                    position=TrainingPosition(),
+                    boundary_requested=lambda: None,
+                    meeting=MeetingPoint("node0"),
+                ),
             ),
             on_microbatch=lambda: None,
             partial=PartialRunner(Assignment(PLAN, 0), members, 0, self.layers, {}),

@@ -37,6 +37,23 @@ def test_the_first_reason_stays_and_callbacks_run_once() -> None:
         abandon.check()
 
 
+def test_a_gentle_signal_can_be_set_again() -> None:
+    abandon, calls = AbandonSignal(), list[bool]()
+    abandon.subscribe(lambda: calls.append(abandon.gentle))
+    abandon.set("halt at the meeting point", gently=True)
+    abandon.subscribe(lambda: calls.append(abandon.gentle))
+    abandon.set("halt at the meeting point", gently=True)
+    assert calls == [True, True] and abandon.is_set() and abandon.gentle
+    abandon.set("halt now")
+    abandon.set("halt now")
+    assert calls == [True, True, False, False]
+    assert (abandon.reason, abandon.gentle) == ("halt at the meeting point", False)
+    abandon.set("too late", gently=True)
+    assert not abandon.gentle
+    with pytest.raises(EpochAbandoned, match="halt at the meeting point"):
+        abandon.check()
+
+
 def test_the_result_of_abandoned_work_is_discarded() -> None:
     abandon, release, discarded = AbandonSignal(), threading.Event(), threading.Event()
 
