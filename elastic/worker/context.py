@@ -81,8 +81,11 @@ class TrainingJob:
     def evaluation_microbatch(
         self, version: int, index: int, device: torch.device, *, emulated: bool = False
     ) -> Microbatch:
-        """Return micro-batch `index` of the evaluation after `version` steps, on `device`. It keeps
-        figures, and its data are read when a layer uses them. `emulated`: it has none."""
+        """Return micro-batch `index` of the evaluation after `version` steps, on `device`.
+
+        It keeps the figures that layers report. Its data are read when a layer first uses them; if
+        `emulated`, it has no data.
+        """
         assert self.evaluation is not None
         source = self.evaluation.data
 

@@ -84,8 +84,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _utilisation(flops: float, possible: Sequence[float]) -> float:
-    """Return the share of the `possible` operations that steps of `flops` each needed; 0: it is
-    unknown."""
+    """Return the utilisation of the devices: the operations of all steps, `flops` each, divided by
+    those that were possible in the time of each step. 0: it is unknown."""
     known = all(possible)
     return round(flops * len(possible) / sum(possible), 4) if known and possible else 0.0
 

@@ -393,7 +393,7 @@ class SimulatedAgent:
         self.uplink.send(COPIES, nbytes, lambda: self.world.clock.after_about(delay_s, arrive))
 
     def _peer_lost(self, peer: str) -> None:
-        """Report that the peer failed, if the first bundle in flight is for this peer."""
+        """Report that the peer failed, if it is the one that the first bundle in flight is for."""
         if self._outgoing and self._outgoing[0][1] == peer and self._waits_for(peer):
             self._backup_failed(peer)
 
