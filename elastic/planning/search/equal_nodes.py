@@ -53,14 +53,20 @@ class _Line:
         return self.base_s + self.each_s * microbatches
 
 
-def solutions(problem: Problem) -> list[Solution]:
+def solutions(problem: Problem) -> tuple[Solution, ...]:
     """Return the best pipelines of equal depth, and the best of mixed depths for several limits on
-    the tail. [] with several kinds of nodes, and if nothing fits.
+    the tail. () with several kinds of nodes, and if nothing fits.
 
     Some nodes may be left over.
     """
     if len(problem.counts) > 1:
-        return []
+        return ()
+    return cached_solutions(replace(problem, current=0, thorough=True))
+
+
+@lru_cache(maxsize=1024)
+def cached_solutions(problem: Problem) -> tuple[Solution, ...]:
+    """Return `solutions` of a problem without the fields that do not matter to them."""
     nodes, units = problem.counts[0], min(problem.model.kinds[0].units, problem.model.n_layers)
     lines = [
         line
@@ -70,10 +76,10 @@ def solutions(problem: Problem) -> list[Solution]:
         for line in simulated_lines(problem.model, schedule, depth, units, problem.microbatches)
     ]
     if not lines:
-        return []
+        return ()
     found = dict.fromkeys([_equal_depths(problem, lines), *_mixed_depths(problem, lines)])
     best = sorted((_allotted(problem, chosen) for chosen in found), key=lambda one: one.seconds)
-    return [_with_fastest_cuts(problem, lines, one) for one in best[:MAX_SOLUTIONS]]
+    return tuple(_with_fastest_cuts(problem, lines, one) for one in best[:MAX_SOLUTIONS])
 
 
 def _depths(n_layers: int, units: int) -> list[int]:

@@ -295,6 +295,7 @@ CACHED = (
     column_search.near_best_solutions,
     evaluate.cached_figures,
     fixed_shape.cut_uniform,
+    equal_nodes.cached_solutions,
     equal_nodes.simulated_lines,
     evaluate.simulated_seconds,
     assemble.recomputing_stages,

@@ -72,8 +72,8 @@ def test_all_micro_batches_are_done_on_the_nodes_that_are_there() -> None:
 
 
 def test_several_kinds_of_nodes_are_not_for_this_search() -> None:
-    assert equal_nodes.solutions(problem(12, ("A40",))) == []
+    assert equal_nodes.solutions(problem(12, ("A40",))) == ()
 
 
 def test_nothing_is_found_if_memory_is_short() -> None:
-    assert equal_nodes.solutions(problem(2)) == []
+    assert equal_nodes.solutions(problem(2)) == ()
