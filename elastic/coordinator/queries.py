@@ -227,21 +227,16 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
 def peers(state: job.JobState, node: str) -> list[dict[str, Any]]:
     """Return a few connected nodes and their vaults, for a node that tests the network.
 
-    The answer is short because thousands of nodes may ask at once. Each node gets other nodes, so
-    that the load is spread.
+    A node that leaves is not among them: whoever joins will not work with it. The answer is short
+    because thousands of nodes may ask at once. Each node gets other nodes, so that the load is
+    spread.
     """
     names = sorted(state.members)
     first = crc32(node.encode(errors="replace")) % max(1, len(names))
-    others = (name for name in [*names[first:], *names[:first]] if name != node)
-    reachable = (
-        name
-        for name in others
-        if state.members[name].connected and state.members[name].report.info.vault
-    )
-    return [
-        {"node": name, "vault": state.members[name].report.info.vault}
-        for name in islice(reachable, MAX_PEERS)
-    ]
+    others = (state.members[name] for name in [*names[first:], *names[:first]] if name != node)
+    infos = (one.report.info for one in others if one.connected and not one.draining)
+    reachable = (info for info in infos if info.vault)
+    return [{"node": info.node, "vault": info.vault} for info in islice(reachable, MAX_PEERS)]
 
 
 def _health(state: job.JobState, node: str) -> dict[str, Any]:

@@ -48,3 +48,10 @@ def test_the_node_itself_and_disconnected_nodes_are_left_out(n: int) -> None:
     wanted = {f"node{i}" for i in range(n)} - {"node0"} - ({"node1"} if n > 2 else set())
     found = peer_names(there, "node0")
     assert set(found) <= wanted and len(found) == min(MAX_PEERS, len(wanted))
+
+
+def test_nodes_that_leave_are_left_out() -> None:
+    there = state(3)
+    leaving = replace(there.members["node1"], draining=True)
+    there = there.of(members={**there.members, "node1": leaving})
+    assert peer_names(there, "node0") == ["node2"]

@@ -349,6 +349,19 @@ def test_a_reset_after_the_latency_grew_loses_nobody(
     check(run(scenario, watch))
 
 
+def test_a_bad_path_to_a_leaving_node_keeps_nobody_away() -> None:
+    """node1 is lost while node0 leaves. Its path from node0 stays bad, but who joins need not work
+    with a node that leaves."""
+    away, path = Fault("cut-out", 6.0, 1, 0, 3.5), Fault("cut-path", 6.5, 0, 0, 60.0)
+    leaves = Fault("drain", 7.8, 0, 1, 0.3)
+    job = dataclasses.replace(QUIET, nodes=2, steps=40, checkpoint_every=1)
+    outcome = run(dataclasses.replace(job, faults=(away, path, leaves)))
+    check(outcome)
+    assert of(outcome.events, "lost")[0]["node"] == "node1", outcome.text()
+    steps = [event["at"] for event in of(outcome.events, "step")]
+    assert max(after - before for before, after in itertools.pairwise(steps)) < BOUND_S
+
+
 def test_a_node_that_leaves_waits_for_no_checkpoint_that_the_store_has_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
