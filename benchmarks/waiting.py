@@ -7,6 +7,10 @@ sets its times.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +19,7 @@ from elastic.worker.evaluation import Evaluation
 from elastic.worker.model.layers import ListStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, without_compiler
+from elastic.worker.profiling.emulated import PassTimer
 from elastic.worker.trainer import Trainer
 
 
@@ -38,6 +43,23 @@ def data(step: int, index: int) -> Microbatch:
     return Microbatch(step, index, {"x": torch.full((8,), 1.0 + 0.1 * index)})
 
 
+def record_passes(folder: Path) -> None:
+    """Write into a file of this process when each layer has ended a backward pass: lines of (time,
+    step, micro-batch). Under --emulate only."""
+    wait = PassTimer.wait
+
+    def recorded(
+        timer: PassTimer, action: tuple[object, ...], began: float, seconds: float
+    ) -> None:
+        wait(timer, action, began, seconds)
+        step, index, part = action
+        if part == "B":
+            with (folder / f"{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps([time.time(), step, index]) + "\n")
+
+    PassTimer.wait = recorded  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
@@ -53,7 +75,12 @@ def main() -> None:
         action="store_true",
         help="AdamW: two moments a parameter are kept and backed up",
     )
+    parser.add_argument(
+        "--record-passes", type=Path, help="write times of backward passes in this folder"
+    )
     args = parser.parse_args()
+    if args.record_passes:
+        record_passes(args.record_passes)
     sgd = without_compiler(torch.optim.SGD)
     plain = OptimizerSpec(factory=lambda groups: sgd(groups, lr=0.0), lr=lambda step: 0.01)
     Trainer(
