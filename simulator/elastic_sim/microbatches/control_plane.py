@@ -93,7 +93,7 @@ class CoordinatorModel:
     def _apply(self, event: Any) -> None:
         clock = self._world.clock
         self.state, actions, _ = transition(self.state, event, clock.now)
-        if any(isinstance(a, job.Send) and isinstance(a.message, m.Install) for a in actions):
+        if any(isinstance(a, job.LogEntry) and a.kind == "plan" for a in actions):
             change, physics = self.state.change, self._world.physics
             joining = change is not None and change.causes[0].kind is job.CauseKind.JOIN
             planning_s = clock.vary(physics.replan_s if joining else physics.plan_s)

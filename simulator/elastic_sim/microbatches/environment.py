@@ -38,8 +38,16 @@ class Environment(ABC):
     """Agents by node, lost ones included."""
 
     def __init__(
-        self, spec: JobSpec, profile: Profile, physics: MicrobatchPhysics, seed: int
+        self,
+        spec: JobSpec,
+        profile: Profile,
+        physics: MicrobatchPhysics,
+        seed: int,
+        *,
+        accelerated: bool = True,
     ) -> None:
+        """`accelerated`: nodes report accelerators, so that each loss halts all nodes. Else a loss
+        may leave pipelines outside (docs/design/local-recovery.md)."""
         self.spec, self.profile, self.physics = spec, profile, physics
         self.clock = VirtualClock(seed, physics.jitter)
         self.events: list[dict[str, Any]] = []
@@ -50,9 +58,7 @@ class Environment(ABC):
         """Link speed of a node, all its workers together; 0: unknown."""
         self.copy_bytes_per_s = profile.copy_bytes_per_s * profile.tp
         """Speed of copying to shared memory, all workers of a node together; 0: unknown."""
-        self.accelerated = True
-        """Whether nodes report accelerators, so that each loss halts all nodes. False: a loss may
-        leave pipelines outside (docs/design/local-recovery.md)."""
+        self.accelerated = accelerated
 
     def state_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's parameters and optimizer state."""

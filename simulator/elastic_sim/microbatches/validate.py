@@ -39,9 +39,10 @@ RecoveryPairs = Sequence[tuple[LogEvent, LogEvent]]
 
 
 def simulated(run: RecordedRun, physics: MicrobatchPhysics, seed: int = 0) -> RunHistory:
-    """Return the history of the simulated run."""
+    """Return the history of the simulated run. Workers of `--emulate` are on CPUs."""
     given = run.physics(physics)
-    return history_of(simulate(run.trace, run.spec, run.policy, given, seed, run.anchored).events)
+    found = simulate(run.trace, run.spec, run.policy, given, seed, run.anchored, accelerated=False)
+    return history_of(found.events)
 
 
 def calibrate(run_dirs: Sequence[Path]) -> MicrobatchPhysics:

@@ -44,10 +44,16 @@ class MicrobatchWorld(Environment):
     """The cluster: creates its parts and carries out the trace on them."""
 
     def __init__(
-        self, spec: JobSpec, policy: Policy, physics: MicrobatchPhysics, seed: int
+        self,
+        spec: JobSpec,
+        policy: Policy,
+        physics: MicrobatchPhysics,
+        seed: int,
+        *,
+        accelerated: bool = True,
     ) -> None:
         assert policy.profile is not None
-        super().__init__(spec, policy.profile, physics, seed)
+        super().__init__(spec, policy.profile, physics, seed, accelerated=accelerated)
         self.agents: dict[str, SimulatedAgent] = {}
         self.runs: dict[int, EpochRun] = {}
         """Runs by epoch."""
@@ -147,9 +153,14 @@ def simulate(
     physics: MicrobatchPhysics,
     seed: int = 0,
     anchored: Sequence[AnchoredEvent] = (),
+    *,
+    accelerated: bool = True,
 ) -> MicrobatchResult:
-    """Simulate a job until the job or `trace` ends. `policy` has the profile of the nodes."""
-    world = MicrobatchWorld(spec, policy, physics, seed)
+    """Simulate a job until the job or `trace` ends. `policy` has the profile of the nodes.
+
+    `accelerated`: the nodes have accelerators, so that each loss halts all nodes.
+    """
+    world = MicrobatchWorld(spec, policy, physics, seed, accelerated=accelerated)
     world.schedule(trace, anchored)
     world.reach(0)
     world.clock.run(trace.end_s, lambda: world.coordinator.over)

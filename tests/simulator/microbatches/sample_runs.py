@@ -84,8 +84,18 @@ def simulate(
     physics: MicrobatchPhysics,
     seed: int = 0,
     anchored: Sequence[AnchoredEvent] = (),
+    *,
+    accelerated: bool = True,
 ) -> Outcome:
-    found = world.simulate(trace, job.spec(known), job.policy(known), physics, seed, anchored)
+    found = world.simulate(
+        trace,
+        job.spec(known),
+        job.policy(known),
+        physics,
+        seed,
+        anchored,
+        accelerated=accelerated,
+    )
     return Outcome(found.phase.value, found.reason, found.events, history_of(found.events))
 
 

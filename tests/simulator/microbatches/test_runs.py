@@ -75,6 +75,25 @@ def test_a_lost_node_costs_its_phases_and_no_step() -> None:
     samples_once(outcome)
 
 
+def test_on_cpus_a_pipeline_that_lost_nothing_goes_on() -> None:
+    job, steps = replace(JOB, pipelines="2", steps=8, microbatches=16), {}
+    for accelerated in (False, True):
+        outcome = simulate(
+            steady(4, 200.0, lost(20.0, 3)),
+            profile(seconds=0.3),
+            job,
+            replace(EXACT, plan_s=2.0),
+            accelerated=accelerated,
+        )
+        samples_once(outcome)
+        (halt,) = (e for e in outcome.events if e["kind"] == "halt" and e["cause_kind"] == "lost")
+        (plan,) = (e for e in outcome.events if e["kind"] == "plan" and e["epoch"] == 2)
+        assert ("promised" in plan) == ("outside" in halt) == (not accelerated)
+        at = {e["step"]: e["at"] for e in outcome.events if e["kind"] == "step"}
+        steps[accelerated] = at[plan["step"]] - at[plan["step"] - 1]
+    assert steps[False] < steps[True]
+
+
 def test_the_last_worker_waits_only_for_its_own_connections() -> None:
     """The last worker connects to the others when they have connected to each other already."""
     job, waits = replace(JOB, steps=40, pipelines="1"), dict[str, list[float]]()
@@ -160,12 +179,14 @@ def test_without_enough_nodes_the_job_waits() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from(PAIRS), st.sampled_from((0, 5)))
-def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every: int) -> None:
+@given(st.integers(0, 10_000), st.sampled_from(PAIRS), st.sampled_from((0, 5)), st.booleans())
+def test_any_pair_survives_any_trace_or_says_why_not(
+    seed: int, pair: str, every: int, accelerated: bool
+) -> None:
     """Results are consistent; the simulator checks the ledgers at every commit."""
     trace = random_trace(seed)
     job = replace(JOB, backup=pair, checkpoint_every=every, steps=30)
-    outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed)
+    outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed, accelerated=accelerated)
     samples_once(outcome)
     if outcome.phase == "failed":
         assert (not every and "lay" in outcome.reason) or "no durable checkpoint" in outcome.reason
