@@ -66,6 +66,17 @@ messages are real. Models have 1.6 (x1), 6.4 (x4) and 25.6 (x16) million paramet
         pivots=(("scheme", r"recovery, (?P<row>\S+), (?P<column>.*)"),),
     ),
     Section(
+        name="local_recovery",
+        title="Local recovery",
+        context="""\
+Cost of a kill to pipelines that lost nothing, in steps of about 20 s: eight emulated nodes, whose
+layers wait instead of computing. One node of the second pipeline is killed when its pipeline has
+done a quarter, a half and three quarters of its micro-batches. "Cost" is the time that an undamaged
+pipeline needs for its own micro-batches, beyond that in the steps before. "Other version" is
+4ff64e07, in which each loss halts all nodes; both ran in turns.""",
+        rows="pipelines, ",
+    ),
+    Section(
         name="backup_overhead",
         title="Backup overhead",
         context="""\
