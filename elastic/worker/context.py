@@ -133,9 +133,9 @@ class TrainingJob:
 class WorkerContext:
     """Objects that a worker process owns from `attach` to `release`.
 
-    Only `replicas`, `evaluated`, `protection` and `left_links` change between epochs. They outlive
-    the epoch that created them, because the next epoch starts from live layers, acknowledgements
-    may arrive late, and other workers may still compute in that epoch.
+    Only `replicas`, `evaluated`, `protection`, `left_links` and `step_began` change between epochs.
+    They outlive the epoch that created them, because the next epoch starts from live layers,
+    acknowledgements may arrive late, and other workers may still compute in that epoch.
     """
 
     settings: WorkerSettings
@@ -157,6 +157,8 @@ class WorkerContext:
     """Backup of `replicas`. The next epoch replaces it once its own layers are installed."""
     left_links: Links | None = None
     """Links of a former epoch, which stay open for workers of the pipeline that still compute."""
+    step_began: float = 0.0
+    """Value of time.perf_counter when this worker began its newest step."""
 
     @classmethod
     def attach(cls, settings: WorkerSettings, job: TrainingJob) -> WorkerContext:

@@ -92,6 +92,8 @@ class EpochSession:
         self._steps: StepRunner | None = None
         self._evaluations: EvaluationRunner | None = None
         self._resumed = False
+        self._went_on = False
+        """Whether this worker kept a promise, and its layers with the sums of the running step."""
         self._meeting = context.agent.meeting
 
     def run(self) -> None:
@@ -217,14 +219,17 @@ class EpochSession:
         steps = self._steps = self._install()
         n_steps = context.job.spec.n_steps
         todo, covered = self._assignment.todo, dict(self._assignment.covered)
+        began = context.step_began if self._went_on else None
         for step in range(self._assignment.step, n_steps):
             evaluation = self._evaluate(steps, step)
-            result = steps.run(step, todo, covered, evaluation)
+            context.step_began = time.perf_counter() if began is None else began
+            result = steps.run(step, todo, covered, evaluation, context.step_began)
             self._record_timing(steps, step)
             self._report_step(result)
             if result.halt_epoch > self._order.epoch:
                 break
             todo, covered = tuple(p.microbatches for p in self._plan.pipelines), {}
+            began = None
         # A tensor-parallel rank that failed in the last step waits in an exchange: take part in it.
         self._agreement.check()
         if all(replica.version == n_steps for replica in context.replicas.values()):
@@ -300,6 +305,7 @@ class EpochSession:
             if problem:
                 raise VaultError(f"layer {layer}, which was promised: {problem}")
             after_layer()
+        self._went_on = True
         context.replicas = {layer: live[layer] for layer in member.layers}
         if context.protection is not None:
             context.protection.release(context.replicas, self._order.epoch)

@@ -219,6 +219,26 @@ def test_every_node_second_has_one_use() -> None:
     assert sum(usage.totals.values()) + usage.pending == pytest.approx(3 * 7.0)
 
 
+def test_nodes_outside_a_change_compute_until_they_enter_the_epoch() -> None:
+    change = replace(CHANGE, outside=("a",), rerun=0)
+    usage, halting = NodeTimeAccount(), RUNNING.of(epoch=2, phase=JobPhase.HALTING, change=change)
+    usage.advance(RUNNING, 1.0)
+    usage.advance(RUNNING, 3.0)
+    usage.fault(change, 0.5)
+    assert usage.totals["detect"] == 0.5, "the node that was lost"
+    usage.advance(halting, 4.0)
+    assert usage.totals["plan"] == 1.0 and usage.pending == 3.5 + 1.0
+    entered = replace(RUNNING.members["a"].report, epoch=2, phase=m.NodePhase.RUNNING)
+    members = {**RUNNING.members, "a": replace(RUNNING.members["a"], report=entered)}
+    installing = halting.of(phase=JobPhase.INSTALLING)
+    usage.advance(installing, 6.0)
+    usage.advance(installing.of(members=members), 7.0)
+    assert usage.totals["transfer"] == 2.0 + 2.0 and usage.pending == 3.5 + 3.0
+    usage.resumed(change)
+    usage.step(0)
+    assert usage.totals["useful"] == 3.5 + 3.0 and not usage.totals["lost"]
+
+
 def test_a_step_that_is_made_again_was_lost() -> None:
     usage = NodeTimeAccount()
     for now, step in ((1.0, -1), (2.0, 0), (3.0, 1), (4.0, 1), (5.0, 2)):

@@ -23,6 +23,7 @@ from elastic.rpc.frames import Channel, listen_unix
 from elastic.worker.control.agent_client import AgentClient
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
+from elastic.worker.recovery.state_loader import LoadedStage
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from tests.patience import LONG_S
 from tests.worker.control.test_agent_client import settings_of
@@ -298,3 +299,29 @@ def test_old_links_close_when_the_next_session_fails(worker: Worker) -> None:
     session.run()
     assert isinstance(worker.read(), m.CommFailed), "the sums lack what was promised"
     assert old.closed.is_set() and worker.context.left_links is None
+
+
+@pytest.mark.parametrize("pipeline", [0, 1])
+def test_the_time_of_a_step_begins_where_the_worker_began_it(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, pipeline: int
+) -> None:
+    """This worker is in pipeline 0. If another pipeline went on, the step begins anew here."""
+    found: list[float] = []
+
+    def step(*arguments: Any) -> Any:
+        found.append(arguments[4])
+        worker.order(m.Stop(0, "enough"))
+        raise EpochAbandoned("enough")
+
+    for name in ("_open_links", "_evaluation_runner", "_evaluate"):
+        monkeypatch.setattr(EpochSession, name, lambda *_: Links())
+    monkeypatch.setattr(EpochSession, "_runner", lambda *_: SimpleNamespace(run=step))
+    loaded = LoadedStage([*worker.context.replicas.values()], ["peer"] * 3)
+    monkeypatch.setattr(EpochSession, "_load_layers", lambda *_: loaded)
+    for layer in worker.context.replicas.values():
+        layer.ledger |= {0, 1}
+    worker.context.step_began = 12.5
+    promised = ((pipeline, (0, 1)),)
+    EpochSession(worker.context, m.Install(2, assignment(2, promised=promised))).run()
+    assert (found == [12.5]) == (pipeline == 0)
+    assert found == [worker.context.step_began]

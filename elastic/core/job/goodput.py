@@ -6,7 +6,8 @@ node-seconds = useful + detect + plan + transfer + lost + idle. The simulator's 
 Computing time is `pending` until its step is done. It then becomes `useful`, or `lost` if the same
 step had been done before a fall-back to a checkpoint. If a fault ends the step, the time from the
 fault to its detection becomes `detect`, and the part spent on micro-batches that must run again
-becomes `lost`.
+becomes `lost`. Nodes outside an epoch change compute until they enter the new epoch
+(`elastic.core.job.scope`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from elastic.core.job.scope import awaited
 from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState, LogEntry
 from elastic.core.protocol.messages import StepDone
 from elastic.domain.types import EvaluationResult, OnNonfinite, StepRecord
@@ -47,10 +49,10 @@ class NodeTimeAccount:
             self.totals["plan" if use == "plan" else "idle"] += (used + idle) * since
             return
         self.totals["idle"] += idle * since
-        if use == "useful":
-            self.pending += used * since
-        else:
-            self.totals[use] += used * since
+        computing = used if use == "useful" else awaited(state)
+        self.pending += computing * since
+        if use != "useful":
+            self.totals[use] += (used - computing) * since
 
     def forget(self) -> None:
         """Drop the pending time, and do not count the time until the next `advance`."""
@@ -62,8 +64,10 @@ class NodeTimeAccount:
         self.newest = max(self.newest, number)
 
     def fault(self, change: EpochChange, detect_s: float) -> None:
-        """Count the last `detect_s` before a fault was detected as `detect`."""
-        self._move("detect", min(self.pending, detect_s * change.nodes_before))
+        """Count the last `detect_s` before a fault was detected as `detect`, except for the nodes
+        outside the change."""
+        stopped = change.nodes_before - len(change.outside)
+        self._move("detect", min(self.pending, detect_s * stopped))
 
     def resumed(self, change: EpochChange) -> None:
         """Count the micro-batches that run again as lost, because the change is complete."""

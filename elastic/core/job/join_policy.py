@@ -159,14 +159,24 @@ def _calm_until_use_s(
     idle = set(best.nodes()) - set(plan.nodes())
     if not idle:
         return inf
+    verdict = _worth_a_change(state, request, plan, best, inf, now)
+    return 0.0 if verdict.use else verdict.again_s
+
+
+def _worth_a_change(
+    state: JobState, request: PlanRequest, plan: Plan, best: Plan, lifetime_s: float, now: float
+) -> Verdict:
+    """Return whether `best` is worth a change from `plan`, with the transfers of the change.
+
+    `lifetime_s`: seconds until the first node of `best` leaves; infinity: unknown.
+    """
     assert state.spec is not None
     ahead = outlook(state, now)
     links = links_of(request.profile, request.nodes)
     moving_s = transition(plan, best, state.spec.layers, links=links).seconds
     ahead = replace(ahead, pause_in_s=ahead.pause_in_s + moving_s)
     speedup, used = _speedup(state, plan, best), len(best.nodes())
-    verdict = worth(ahead, speedup=speedup, lifetime_s=inf, nodes=used)
-    return 0.0 if verdict.use else verdict.again_s
+    return worth(ahead, speedup=speedup, lifetime_s=lifetime_s, nodes=used)
 
 
 def plan_for_joining(
@@ -218,17 +228,12 @@ def _evaluate(
 
 def better_plan(state: JobState, request: PlanRequest, now: float) -> Verdict:
     """Return whether the best plan for `request` is worth a change of the running plan."""
-    assert state.plan is not None and state.spec is not None
+    assert state.plan is not None
     best = plan_if_feasible(request)
     if best is None:
         return Verdict(False, "no other plan fits")
-    ahead = outlook(state, now)
-    links = links_of(request.profile, request.nodes)
-    moving_s = transition(state.plan, best, state.spec.layers, links=links).seconds
-    ahead = replace(ahead, pause_in_s=ahead.pause_in_s + moving_s)
-    speedup, used = _speedup(state, state.plan, best), len(best.nodes())
     _, left_s = _first_to_go(state, best.nodes(), now)
-    return worth(ahead, speedup=speedup, lifetime_s=left_s, nodes=used)
+    return _worth_a_change(state, request, state.plan, best, left_s, now)
 
 
 def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[list[str], float]:

@@ -122,6 +122,12 @@ def is_awaited(state: JobState, node: str) -> bool:
     )
 
 
+def awaited(state: JobState) -> int:
+    """Return the number of members outside the present change that have not entered its epoch."""
+    outside = state.change.outside if state.change is not None else ()
+    return sum(node in state.members and is_awaited(state, node) for node in outside)
+
+
 def is_any_awaited(state: JobState) -> bool:
     """Return whether a node outside the present change has not entered its epoch yet."""
     change = state.change

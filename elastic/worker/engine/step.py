@@ -152,6 +152,7 @@ class StepRunner:
         todo: Sequence[tuple[int, ...]],
         covered: Mapping[int, frozenset[int]],
         evaluation: EvaluationResult | None = None,
+        began: float | None = None,
     ) -> StepResult:
         """Run step `step`.
 
@@ -159,6 +160,7 @@ class StepRunner:
             todo: micro-batches that each pipeline runs.
             covered: layer -> micro-batches that some holder's ledger has already.
             evaluation: evaluation of the present parameters, for the step's record; None: none.
+            began: value of time.perf_counter when this worker began the step; None: now.
 
         Raises:
             EpochAbandoned, LinkFailed, VaultError: the ledgers and versions of the replicas show
@@ -166,7 +168,7 @@ class StepRunner:
             DivergenceError: the holders of a layer disagree; no worker has updated.
             NonfiniteError: the gradient norm is infinite or NaN, and the job must stop.
         """
-        started = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         self.step = step
         self.injector.reach(step, Phase.START)
         self._run_partial_replay(covered)
@@ -196,7 +198,7 @@ class StepRunner:
         with self.agreement:
             self._update(reduced, self.record, lr)
             self._parameter_gather.gather()
-        return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
+        return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - began)
 
     def verify(self, step: int) -> None:
         """Wait for all workers, and compare the holders' parameters, unless `verify_every` is 0.
