@@ -163,7 +163,8 @@ OURS = (
     flag("--store-user", help="user of etcd"),
     flag("--store-password-file", type=FILE, help="file that holds the user's password"),
     flag("--coordinators", type=IntRange(1, 9), default=1,
-         help="coordinators of a --standalone run, one of which leads; several need --store"),
+         help="number of coordinators of a --standalone run; one leads, the others stand by; "
+              "several need --store"),
     flag("--preflight", type=Choice(PREFLIGHTS), default="on",
          help="checks of a node before it joins; strict: warnings are errors"),
     flag("--quarantine", type=TIME, default="30",
