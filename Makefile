@@ -11,7 +11,7 @@ SEED ?= 0
 RUNS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak fault-soak chaos chaos-runs explore \
+.PHONY: help setup demo test tools check bench compare soak fault-soak chaos chaos-runs explore \
 	partitions fault-points simulate clean
 
 help: ## this list
@@ -51,6 +51,10 @@ check: setup ## lint, types, import rules
 bench: setup ## every benchmark; results in benchmarks/results/
 	@set -e; for file in $$(grep -rl --include='*.py' 'results import.*save' benchmarks | sort); do \
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
+
+compare: setup ## this runtime beside torchrun and torchft: the same work, kills at the same moments
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torchft==0.2.0
+	$(BIN)/python -m benchmarks.compare
 
 docs: setup ## the documentation site in build/docs; fails on a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

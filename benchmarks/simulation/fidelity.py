@@ -115,7 +115,7 @@ PHASES = (
         for phase in ("decide", "transfer", "rebuild", "total", "pause")
     ),
 )
-THROUGHPUT_TARGET, PHASE_TARGET = 5.0, 20.0
+THROUGHPUT_TARGET, PHASE_TARGET = 3.0, 10.0
 SHIFT = 5
 """Micro-batches by which the faults of each further run come later."""
 

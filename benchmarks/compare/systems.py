@@ -1,0 +1,142 @@
+"""How each system is started: with its defaults, and tuned as its documents advise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.compare.cluster import Record
+from benchmarks.compare.job import MICROBATCHES, NODES
+
+PYTHON = sys.executable
+
+
+class System:
+    """One system with its settings."""
+
+    name: str
+    settings: str
+    """The settings in words."""
+    needs: str = ""
+    """Module that must be importable."""
+
+    def services(self, port: int) -> list[list[str]]:
+        """Return commands that run beside the nodes."""
+        return []
+
+    def node(self, node: int, port: int, folder: Path) -> list[str]:
+        """Return the command of a node."""
+        raise NotImplementedError
+
+    def env(self, node: int, port: int) -> Mapping[str, str]:
+        return {}
+
+    def steps(self, records: Sequence[Record], folder: Path) -> list[Record]:
+        """Return the records of committed steps and of the end."""
+        return [record for record in records if record["kind"] in ("step", "end")]
+
+
+@dataclass(frozen=True)
+class Ours(System):
+    """`elastic run`, once per node. Nothing is tuned."""
+
+    name: str = "ours"
+    settings: str = "defaults"
+
+    def node(self, node: int, port: int, folder: Path) -> list[str]:
+        host = "true" if node == 0 else "false"
+        return [
+            PYTHON, "-m", "elastic", "run", "--nnodes", f"2:{NODES}", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}",
+            "--rdzv-id", "compare", "--pipelines", str(NODES),
+            "--run-dir", str(folder / f"run{node}"), "-m", "benchmarks.compare.train_ours",
+        ]  # fmt: skip
+
+    def steps(self, records: Sequence[Record], folder: Path) -> list[Record]:
+        lines = (folder / "run0" / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        found: list[Record] = [
+            {**event, "node": 0, "microbatches": MICROBATCHES}
+            for event in events
+            if event["kind"] == "step"
+        ]
+        evaluations = [event for event in events if event["kind"] == "evaluation"]
+        return [*found, *({**one, "kind": "end", "node": 0} for one in evaluations[-1:])]
+
+
+@dataclass(frozen=True)
+class Torchrun(System):
+    """torchrun on each node, with the rendezvous at node 0.
+
+    Tuned: a checkpoint after each step, so that no finished step is lost; a rendezvous that waits
+    2 s for further nodes, not 30; collectives that fail after 10 s, not 30 min; and the global
+    batch divided by the workers that are there.
+    """
+
+    tuned: bool = False
+    name: str = "torchrun"
+
+    @property
+    def settings(self) -> str:  # type: ignore[override]
+        if self.tuned:
+            return "tuned: checkpoint per step, short rendezvous, global batch divided"
+        return "defaults, a checkpoint every 10 steps"
+
+    def node(self, node: int, port: int, folder: Path) -> list[str]:
+        conf = "is_host=" + ("true" if node == 0 else "false")
+        script = ["--checkpoint", str(folder / "checkpoint.pt")]
+        if self.tuned:
+            conf += ",last_call_timeout=2"
+            script += ["--every", "1", "--timeout", "10", "--keep-batch"]
+        return [
+            PYTHON, "-m", "torch.distributed.run", "--nnodes", f"2:{NODES}",
+            "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf, "--rdzv-id", "compare",
+            "-m", "benchmarks.compare.train_torchrun", *script,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Torchft(System):
+    """One replica group per node, each under torchrun, and a lighthouse.
+
+    Tuned: a lighthouse that waits 1 s for further groups, not 10, and collectives and calls that
+    fail after 2 s and 10 s.
+    """
+
+    tuned: bool = False
+    name: str = "torchft"
+    needs: str = "torchft"
+
+    @property
+    def settings(self) -> str:  # type: ignore[override]
+        return "tuned: short limits" if self.tuned else "as in its README and train_ddp.py"
+
+    def services(self, port: int) -> list[list[str]]:
+        join_ms = "1000" if self.tuned else "10000"
+        return [
+            [PYTHON, "-m", "benchmarks.compare.lighthouse", "--bind", f"127.0.0.1:{port}",
+             "--join-timeout-ms", join_ms],
+        ]  # fmt: skip
+
+    def env(self, node: int, port: int) -> Mapping[str, str]:
+        return {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+
+    def node(self, node: int, port: int, folder: Path) -> list[str]:
+        limits = ["--collective", "2", "--timeout", "10"] if self.tuned else []
+        return [
+            PYTHON, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1",
+            "--nproc-per-node", "1", "-m", "benchmarks.compare.train_torchft", *limits,
+        ]  # fmt: skip
+
+
+SYSTEMS: tuple[System, ...] = (
+    Ours(),
+    Torchft(),
+    Torchft(tuned=True),
+    Torchrun(),
+    Torchrun(tuned=True),
+)
