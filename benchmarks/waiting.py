@@ -57,7 +57,7 @@ def record_passes(folder: Path) -> None:
             with (folder / f"{os.getpid()}.jsonl").open("a") as file:
                 file.write(json.dumps([time.time(), step, index]) + "\n")
 
-    PassTimer.wait = recorded  # type: ignore[method-assign]
+    PassTimer.wait = recorded  # type: ignore[assignment, method-assign]
 
 
 def main() -> None:
