@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.compare.cluster import Kill, Nodes, RecordReader
@@ -43,11 +44,11 @@ def run(system: System, kills: Sequence[Kill], folder: Path) -> Figures:
     (folder / "records").mkdir(parents=True)
     port, path = free_port(), os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     shared = {RECORDS: str(folder / "records"), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    commands = [system.node(node, port, folder) for node in range(NODES)]
     envs = [{**shared, **system.env(node, port), NODE: str(node)} for node in range(NODES)]
     reader = RecordReader(folder / "records")
     try:
-        with Nodes(commands, envs, system.services(port), shared, folder) as nodes:
+        command = partial(system.node, port=port, folder=folder)
+        with Nodes(command, envs, system.services(port), shared, folder) as nodes:
             killed = nodes.carry_out(kills, REPLACE_S, LIMIT_S, reader)
         return figures(reader.records, system.steps(reader.records, folder), killed)
     except (RuntimeError, TimeoutError, ValueError, OSError) as error:

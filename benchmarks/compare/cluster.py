@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,18 +97,19 @@ class Nodes:
 
     def __init__(
         self,
-        commands: Sequence[Sequence[str]],
+        command: Callable[[int], Sequence[str]],
         envs: Sequence[Mapping[str, str]],
         services: Sequence[Sequence[str]],
         env: Mapping[str, str],
         folder: Path,
     ) -> None:
-        """`commands` and `envs`: one per node; `services` are started first, with `env`."""
-        self._commands, self._envs, self._folder = commands, envs, folder
+        """`command(node)` is called for each start of a node. `envs`: one per node. `services` are
+        started first, with `env`."""
+        self._command, self._envs, self._folder = command, envs, folder
         self._services = [
             start(words, env, folder / f"service{i}.log") for i, words in enumerate(services)
         ]
-        self._nodes = [self._launch(node) for node in range(len(commands))]
+        self._nodes = [self._launch(node) for node in range(len(envs))]
 
     def __enter__(self) -> Nodes:
         return self
@@ -118,7 +119,7 @@ class Nodes:
             kill_tree(process)
 
     def _launch(self, node: int) -> subprocess.Popen[bytes]:
-        return start(self._commands[node], self._envs[node], self._folder / f"node{node}.log")
+        return start(self._command(node), self._envs[node], self._folder / f"node{node}.log")
 
     @property
     def running(self) -> bool:

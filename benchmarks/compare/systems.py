@@ -48,15 +48,16 @@ class Ours(System):
 
     def node(self, node: int, port: int, folder: Path) -> list[str]:
         host = "true" if node == 0 else "false"
+        starts = len([*folder.glob(f"run{node}-*")])  # a run directory is of one start only
         return [
             PYTHON, "-m", "elastic", "run", "--nnodes", f"2:{NODES}", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}",
             "--rdzv-id", "compare", "--pipelines", str(NODES),
-            "--run-dir", str(folder / f"run{node}"), "-m", "benchmarks.compare.train_ours",
+            "--run-dir", str(folder / f"run{node}-{starts}"), "-m", "benchmarks.compare.train_ours",
         ]  # fmt: skip
 
     def steps(self, records: Sequence[Record], folder: Path) -> list[Record]:
-        lines = (folder / "run0" / "events.jsonl").read_text().splitlines()
+        lines = (folder / "run0-0" / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         found: list[Record] = [
             {**event, "node": 0, "microbatches": MICROBATCHES}
