@@ -327,8 +327,9 @@ class ModelSteps:
         todo: Sequence[tuple[int, ...]],
         covered: Mapping[int, frozenset[int]],
         evaluation: EvaluationResult | None,
+        began: float | None = None,
     ) -> StepResult:
-        began = self._world.scheduler.now
+        since = self._world.scheduler.now  # `began` is a time of the worker's own clock
         self.step = self.runner.step = step
         self.runner.started, self.runner.sent = set(), set()
         if self._p.partial.step == step:
@@ -349,7 +350,7 @@ class ModelSteps:
                 replica.record = record
         self._update(reduced)
         self._world.step_done(self.step, self._links)
-        seconds = self._world.scheduler.now - began
+        seconds = self._world.scheduler.now - since
         return StepResult(record, halt_epoch, 0.1, seconds)
 
     def protect(self) -> None:
