@@ -204,16 +204,17 @@ def scopes_unfinished(
     faults: Sequence[Injected],
 ) -> list[str]:
     """Each node that a change left outside has entered its epoch before the change is complete, or
-    another epoch follows. `entered`: epoch -> node -> time."""
+    another epoch follows, or all steps are done. `entered`: epoch -> node -> time."""
     halts, complete = of(events, "halt"), of(events, "recovery")
     newest = max((event["epoch"] for event in halts), default=0)
+    done = any(event["code"] == 0 for event in of(events, "end"))
     ends = {event["epoch"]: event["at"] for event in complete}
     if any(fault.kind == "unrecorded" for fault in faults):
         newest += 1  # perhaps
     wrong = []
     for halt in halts:
         epoch = halt["epoch"]
-        end = ends.get(epoch, math.inf if epoch == newest else None)
+        end = ends.get(epoch, math.inf if epoch == newest and not done else None)
         if end is None:
             continue
         times = entered.get(epoch, {})

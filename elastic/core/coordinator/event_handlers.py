@@ -242,13 +242,16 @@ def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransit
     undone = present and event.epoch < present.plan.epoch and step >= present.step
     if undone or step <= state.logged_step or step < state.newest_step:
         return state, (), ""
-    if state.plan is not None:
+    # The time of a step with a local recovery includes waits for other pipelines.
+    recovered = present is not None and bool(present.promised) and step == present.step
+    if state.plan is not None and not recovered:
         epoch = state.plan.epoch
         known = (one for one in state.durations if one[0] == epoch)
         durations = (*known, (epoch, round(event.seconds, 5)))[-DURATIONS:]
         state = state.of(durations=durations)
-    seen = state.seen.grown(step_s=event.seconds)
-    state = state.of(record=event.record, step_finished_at=now, logged_step=step, seen=seen)
+    if not recovered:
+        state = state.of(seen=state.seen.grown(step_s=event.seconds))
+    state = state.of(record=event.record, step_finished_at=now, logged_step=step)
     state = state.of(evaluation=event.record.evaluation or state.evaluation)
     return state, nonfinite_entries(event.record), ""
 

@@ -85,6 +85,19 @@ def test_steps_reported_together_keep_their_durations() -> None:
     ), "said again"
 
 
+def test_the_time_of_a_step_with_a_local_recovery_is_not_usual() -> None:
+    """It includes waits for other pipelines, and for a paused coordinator."""
+    state = running()
+    first = state.logged_step + 1
+    repaired = replace(assignment_of(state), step=first, promised=((0, (0, 1)),))
+    before = state.seen.step_s
+    state, _, _ = together(state.of(assignment=repaired), stepped(first, before + 17.0))
+    assert state.logged_step == first and state.seen.step_s == before
+    assert all(seconds < 17.0 for _, seconds in state.durations)
+    state, _, _ = together(state, stepped(first + 1, before + 18.0))
+    assert state.seen.step_s >= before + 18.0 and state.durations[-1][1] >= 18.0
+
+
 def test_a_step_of_an_undone_epoch_does_not_count() -> None:
     """A worker of the former epoch finished it, while the others were halted before it."""
     state = running()
