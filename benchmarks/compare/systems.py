@@ -19,7 +19,7 @@ class System:
 
     name: str
     settings: str
-    """The settings in words."""
+    """defaults or tuned."""
     needs: str = ""
     """Module that must be importable."""
 
@@ -70,7 +70,7 @@ class Ours(System):
 
 @dataclass(frozen=True)
 class Torchrun(System):
-    """torchrun on each node, with the rendezvous at node 0.
+    """torchrun on each node, with the rendezvous at node 0, and a checkpoint every 10 steps.
 
     Tuned: a checkpoint after each step, so that no finished step is lost; a rendezvous that waits
     2 s for further nodes, not 30; collectives that fail after 10 s, not 30 min; and the global
@@ -82,9 +82,7 @@ class Torchrun(System):
 
     @property
     def settings(self) -> str:  # type: ignore[override]
-        if self.tuned:
-            return "tuned: checkpoint per step, short rendezvous, global batch divided"
-        return "defaults, a checkpoint every 10 steps"
+        return "tuned" if self.tuned else "defaults"
 
     def node(self, node: int, port: int, folder: Path) -> list[str]:
         conf = "is_host=" + ("true" if node == 0 else "false")
@@ -102,7 +100,8 @@ class Torchrun(System):
 
 @dataclass(frozen=True)
 class Torchft(System):
-    """One replica group per node, each under torchrun, and a lighthouse.
+    """One replica group per node, each under torchrun, and a lighthouse, with the limits of its
+    README and of its example train_ddp.py.
 
     Tuned: a lighthouse that waits 1 s for further groups, not 10, and collectives and calls that
     fail after 2 s and 10 s.
@@ -114,7 +113,7 @@ class Torchft(System):
 
     @property
     def settings(self) -> str:  # type: ignore[override]
-        return "tuned: short limits" if self.tuned else "as in its README and train_ddp.py"
+        return "tuned" if self.tuned else "defaults"
 
     def services(self, port: int) -> list[list[str]]:
         join_ms = "1000" if self.tuned else "10000"
