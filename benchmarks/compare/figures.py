@@ -42,7 +42,8 @@ class Figures:
 def figures(records: Sequence[Record], steps: Sequence[Record], kills: Sequence[float]) -> Figures:
     """Return the figures. `steps`: records of committed steps and of the end."""
     commits = sorted((one for one in steps if one["kind"] == "step"), key=lambda one: one["at"])
-    begin = next(one["at"] for one in commits if one["microbatches"] == MICROBATCHES)
+    whole = next(one for one in commits if one["microbatches"] == MICROBATCHES)
+    begin = whole["at"]
     last = max(one["step"] for one in commits)
     end = next(one["at"] for one in commits if one["step"] == last)
     computed = [one for one in records if one["kind"] == "microbatch" and begin <= one["at"] <= end]
@@ -53,7 +54,8 @@ def figures(records: Sequence[Record], steps: Sequence[Record], kills: Sequence[
     first: dict[int, float] = {}
     sizes: dict[int, int] = {}
     for one in commits:
-        if begin < one["at"] <= end and one["step"] not in first:
+        inside = begin < one["at"] <= end and one["step"] != whole["step"]
+        if inside and one["step"] not in first:
             first[one["step"]] = one["at"]
             sizes[one["step"]] = one["microbatches"]
     ends = [begin, *(first[step] for step in sorted(first))]

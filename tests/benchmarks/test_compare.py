@@ -24,7 +24,7 @@ def committed(at: float, step: int, microbatches: int = MICROBATCHES) -> dict[st
 
 def test_work_that_is_computed_again_was_lost() -> None:
     """Before step 1 is done, a kill at 2.5 undoes the two micro-batches computed after it."""
-    steps = [committed(1.0, 0), committed(6.0, 1), committed(7.0, 2, 12)]
+    steps = [committed(1.0, 0), committed(1.01, 0), committed(6.0, 1), committed(7.0, 2, 12)]
     steps += [committed(8.0, number) for number in range(3, 7)]
     steps += [{"kind": "end", "at": 8.1, "loss": 0.5, "node": 0}]
     again = [computed(2.6, 1, 0), computed(2.7, 1, 1), computed(5.0, 1, 0), computed(5.1, 1, 1)]
