@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.compare.cluster import Record
 from benchmarks.compare.job import MICROBATCHES, NODES
@@ -14,22 +16,26 @@ from benchmarks.compare.job import MICROBATCHES, NODES
 PYTHON = sys.executable
 
 
-class System:
+@dataclass(frozen=True)
+class System(ABC):
     """One system with its settings."""
 
-    name: str
-    settings: str
-    """defaults or tuned."""
-    needs: str = ""
+    name: ClassVar[str]
+    needs: ClassVar[str] = ""
     """Module that must be importable."""
+    tuned: bool = False
+
+    @property
+    def settings(self) -> str:
+        return "tuned" if self.tuned else "defaults"
 
     def services(self, port: int) -> list[list[str]]:
         """Return commands that run beside the nodes."""
         return []
 
+    @abstractmethod
     def node(self, node: int, port: int, folder: Path) -> list[str]:
         """Return the command of a node."""
-        raise NotImplementedError
 
     def env(self, node: int, port: int) -> Mapping[str, str]:
         return {}
@@ -43,8 +49,7 @@ class System:
 class Ours(System):
     """`elastic run`, once per node. Nothing is tuned."""
 
-    name: str = "ours"
-    settings: str = "defaults"
+    name = "ours"
 
     def node(self, node: int, port: int, folder: Path) -> list[str]:
         host = "true" if node == 0 else "false"
@@ -77,12 +82,7 @@ class Torchrun(System):
     batch divided by the workers that are there.
     """
 
-    tuned: bool = False
-    name: str = "torchrun"
-
-    @property
-    def settings(self) -> str:  # type: ignore[override]
-        return "tuned" if self.tuned else "defaults"
+    name = "torchrun"
 
     def node(self, node: int, port: int, folder: Path) -> list[str]:
         conf = "is_host=" + ("true" if node == 0 else "false")
@@ -107,13 +107,7 @@ class Torchft(System):
     fail after 2 s and 10 s.
     """
 
-    tuned: bool = False
-    name: str = "torchft"
-    needs: str = "torchft"
-
-    @property
-    def settings(self) -> str:  # type: ignore[override]
-        return "tuned" if self.tuned else "defaults"
+    name, needs = "torchft", "torchft"
 
     def services(self, port: int) -> list[list[str]]:
         join_ms = "1000" if self.tuned else "10000"

@@ -669,8 +669,10 @@ def _fault(state: JobState, now: float) -> Cause | None:
 
 
 def _contact_s(state: JobState) -> float:
-    """Return the time from lost contact to the next epoch. If a bad path may be the cause, it grows
-    with each epoch that fails before a step is finished, until the path is found in the meantime.
+    """Return the seconds from a report of lost contact to the next epoch.
+
+    They grow with each epoch that fails before a step is finished. So there is time to find the bad
+    path that may be the cause.
     """
     reports = [mb.report for mb in state.members.values() if mb.report.epoch == state.epoch]
     limits, failed = state.limits, min(state.watch.attempts, 30)

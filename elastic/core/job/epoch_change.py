@@ -7,8 +7,8 @@ The plan changes after a fault, or for a planned change of the cluster:
    (`elastic.core.job.scope`).
 2. When all nodes have halted and reported, `decide_plan` makes the plan, decides from which copies
    each layer's state comes (`elastic.core.recovery.recovery`) and sends the assignment.
-3. When the first micro-batch of the epoch was computed, the change is complete
-   (`elastic.core.coordinator.transitions`).
+3. The change is complete when a micro-batch of the epoch was computed, and all nodes outside have
+   entered the epoch (`elastic.core.coordinator.transitions`).
 
 **A second fault during a recovery.** If a node is lost while nodes halt after a fault,
 `decide_plan` adds it to the lost nodes of the same change. If a node is lost while the plan is

@@ -98,7 +98,7 @@ class WorkerState:
 
     @property
     def activity(self) -> str:
-        """`Progress.activity`; start: not attached."""
+        """The worker's activity as it last reported it; "start" until it is attached."""
         return self.progress.activity if self.attach and self.progress else "start"
 
 

@@ -60,7 +60,7 @@ class NcclTransport:
         timeout_s: float,
         new_group: Callable[[Store, int, int, float], NcclGroup] | None = None,
     ) -> None:
-        """`new_group(store, rank, size, timeout_s)` makes a communicator; None: one of NCCL."""
+        """`new_group(store, rank, size, timeout_s)` makes a communicator. None: NCCL makes it."""
         self._store, self._rank, self._device = store, rank, device
         self._timeout_s = timeout_s
         self._new_group = new_group or _new_nccl_group
