@@ -52,8 +52,9 @@ bench: setup ## every benchmark; results in benchmarks/results/
 	@set -e; for file in $$(grep -rl --include='*.py' 'results import.*save' benchmarks | sort); do \
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
 
-compare: setup ## this runtime beside torchrun and torchft: the same work, kills at the same moments
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torchft==0.2.0
+compare: setup ## this runtime beside torchft, torchrun and NVRx: the same work, the same kills
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torchft==0.2.0 \
+		nvidia-resiliency-ext==0.4.1
 	$(BIN)/python -m benchmarks.compare
 
 docs: setup ## the documentation site in build/docs; fails on a broken link

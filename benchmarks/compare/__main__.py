@@ -1,4 +1,4 @@
-"""Run this runtime, torchft and torchrun on the same work, with kills at the same moments.
+"""Run this runtime, torchft, torchrun and NVRx on the same work, with kills at the same moments.
 
     python -m benchmarks.compare [--systems ours,torchft] [--keep DIR]
 
@@ -6,7 +6,7 @@ Four nodes train the same network on the same data, 16 micro-batches of 0.1 s pe
 runs once without failures and once with two kills: SIGKILL to all processes of a node in the middle
 of a step. A new node replaces it after 5 s. Rivals run with their defaults and tuned as their
 documents advise (`benchmarks.compare.systems`). Systems that are not installed are named and left
-out; `pip install torchft` installs torchft.
+out; `make compare` installs them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> int:
         base = args.keep or Path(scratch)
         for number, system in enumerate(one for one in SYSTEMS if one.name in wanted):
             if system.needs and importlib.util.find_spec(system.needs) is None:
-                print(f"{system.name} is left out: pip install {system.needs}", flush=True)
+                print(f"{system.name} is left out: {system.needs} is not installed", flush=True)
                 continue
             calm = run(system, (), base / f"{number}-calm")
             killed = run(system, KILLS, base / f"{number}-killed")

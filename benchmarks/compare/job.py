@@ -21,7 +21,7 @@ NODES, MICROBATCHES = 4, 16
 """Nodes, and micro-batches of a step: the global batch."""
 SHARE = MICROBATCHES // NODES
 """Micro-batches per node while all nodes are there."""
-STEPS = int(os.environ.get("COMPARE_STEPS", "120"))
+STEPS = int(os.environ.get("COMPARE_STEPS", "48"))
 MICROBATCH_S = 0.1
 WIDTH, ROWS, LR = 64, 32, 1e-3
 RECORDS, NODE = "COMPARE_RECORDS", "COMPARE_NODE"

@@ -78,24 +78,53 @@ class Torchrun(System):
     """torchrun on each node, with the rendezvous at node 0, and a checkpoint every 10 steps.
 
     Tuned: a checkpoint after each step, so that no finished step is lost; a rendezvous that waits
-    2 s for further nodes, not 30; collectives that fail after 10 s, not 30 min; and the global
-    batch divided by the workers that are there.
+    2 s for further nodes, not 30, and 3 s for a silent one, not 15; collectives that fail after
+    10 s, not 30 min; and the global batch divided by the workers that are there.
+
+    By default, torch 2.13 lets no node return while the one with rank 0 stays: the returning node
+    waits for the address of a store that rank 0 publishes in its first rendezvous only
+    (`next_rendezvous` in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py). All nodes
+    give up after 60 s. So both settings use the switch that PyTorch offers against it
+    (github.com/pytorch/pytorch/issues/135712).
     """
 
     name = "torchrun"
+    module: ClassVar[str] = "torch.distributed.run"
+
+    def env(self, node: int, port: int) -> Mapping[str, str]:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def node(self, node: int, port: int, folder: Path) -> list[str]:
         conf = "is_host=" + ("true" if node == 0 else "false")
         script = ["--checkpoint", str(folder / "checkpoint.pt")]
         if self.tuned:
-            conf += ",last_call_timeout=2"
+            conf += ",last_call_timeout=2,keep_alive_interval=1"
             script += ["--every", "1", "--timeout", "10", "--keep-batch"]
         return [
-            PYTHON, "-m", "torch.distributed.run", "--nnodes", f"2:{NODES}",
+            PYTHON, "-m", self.module, "--nnodes", f"2:{NODES}",
             "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf, "--rdzv-id", "compare",
-            "-m", "benchmarks.compare.train_torchrun", *script,
+            "-m", "benchmarks.compare.train_torchrun", *script, *self.more,
         ]  # fmt: skip
+
+    @property
+    def more(self) -> list[str]:
+        """Further words for the script."""
+        return []
+
+
+class Nvrx(Torchrun):
+    """The launcher of NVIDIA Resiliency Extension (`ft_launcher`), with torchrun's settings.
+
+    Its workers send heartbeats to the monitor of their node, as its guide for in-job restarts says.
+    """
+
+    name, needs = "nvrx", "nvidia_resiliency_ext"
+    module = "nvidia_resiliency_ext.fault_tolerance.launcher"
+
+    @property
+    def more(self) -> list[str]:
+        return ["--heartbeats"]
 
 
 @dataclass(frozen=True)
@@ -133,4 +162,6 @@ SYSTEMS: tuple[System, ...] = (
     Torchft(tuned=True),
     Torchrun(),
     Torchrun(tuned=True),
+    Nvrx(),
+    Nvrx(tuned=True),
 )

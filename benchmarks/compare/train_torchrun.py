@@ -1,4 +1,4 @@
-"""Training script for torchrun: DistributedDataParallel, checkpoints, a restart after each loss.
+"""Training script for torchrun and NVRx: DistributedDataParallel, checkpoints, restarts.
 
 It follows PyTorch's tutorial on fault-tolerant training with torchrun: each worker loads the newest
 checkpoint when the group starts (again), and rank 0 writes one every few steps.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +33,15 @@ from benchmarks.compare.job import (
 )
 
 
+def heartbeats() -> Callable[[], None]:
+    """Return the call that sends a heartbeat to the monitor of this node."""
+    module = importlib.import_module("nvidia_resiliency_ext.fault_tolerance")
+    client = module.RankMonitorClient()
+    client.init_workload_monitoring()
+    send: Callable[[], None] = client.send_heartbeat
+    return send
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True)
@@ -39,7 +50,11 @@ def main() -> None:
     parser.add_argument(
         "--keep-batch", action="store_true", help="divide the global batch by the workers there are"
     )
+    parser.add_argument(
+        "--heartbeats", action="store_true", help="tell NVRx's monitor after each step"
+    )
     args = parser.parse_args()
+    beat = heartbeats() if args.heartbeats else lambda: None
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -68,6 +83,7 @@ def main() -> None:
                 torch.autograd.backward(loss)
         optimizer.step()
         records.write("step", step=step, microbatches=number)
+        beat()
         if rank == 0 and (step + 1) % args.every == 0:
             saved = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
             partial = args.checkpoint.with_suffix(".tmp")
