@@ -77,6 +77,33 @@ pipeline needs for its own micro-batches, beyond that in the steps before. "Othe
         rows="pipelines, ",
     ),
     Section(
+        name="compare",
+        title="Beside other systems",
+        context="""\
+The same work on one machine, one system after the other: `make compare`. Four nodes train a small
+network, 16 micro-batches of 0.1 s per step for 48 steps. A node is killed (SIGKILL) in the middle
+of a step, twice, and replaced after 5 s. The other systems keep a replica of the model per node;
+torchft goes on with a smaller batch, torchrun 2.13 and NVRx 0.4.1 restart all workers from a
+checkpoint. "Tuned" is what their documents offer; `benchmarks/compare/systems.py` lists it.
+torchrun has `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in both settings, without which torch 2.13
+admits no replaced node. "Work" is the time from a kill to the next useful micro-batch, "new step"
+to the next step that was not committed before: the longer one of two kills. "Longer" is what a kill
+adds to the run, "lost" micro-batches that are computed again per kill, "small" the steps with a
+smaller batch. The last two columns are the final loss. Restarts contain the start of Python and
+torch, a few seconds here.""",
+        pivots=(("system", r"(?P<row>\S+, (?:defaults|tuned)): (?P<column>.*)"),),
+        shorten=(
+            ("usual step", "step"),
+            ("next useful work after a kill", "work"),
+            ("next new step after a kill", "new step"),
+            ("longer per kill", "longer"),
+            ("micro-batches lost per kill", "lost"),
+            ("steps with a smaller batch", "small"),
+            ("final loss, without kills", "loss"),
+            ("final loss, with kills", "after kills"),
+        ),
+    ),
+    Section(
         name="backup_overhead",
         title="Backup overhead",
         context="""\
@@ -460,7 +487,7 @@ def example(results: dict[str, dict[str, Any]]) -> str:
 
 
 def readme_block(results: dict[str, dict[str, Any]]) -> str:
-    """The results in README.md: six bullets with links."""
+    """The results in README.md: seven bullets with links."""
 
     def get(name: str, begin: str) -> float:
         return value(results, name, begin)
@@ -478,18 +505,24 @@ def readme_block(results: dict[str, dict[str, Any]]) -> str:
     plan = get("planner", "1,024 nodes of 3 types")
     again = get("planner", "re-plan after one loss, 1,024 nodes of 3")
     median, worst = get("planner", gap + "median"), get("planner", gap + "worst")
+    wait = "next new step after a kill"
+    ours, torchft = (
+        get("compare", f"{one}: {wait}") for one in ("ours, defaults", "torchft, tuned")
+    )
+    restart = min(get("compare", f"{one}, tuned: {wait}") for one in ("torchrun", "nvrx"))
+    slower = get("compare", "ours, defaults: usual") / get("compare", "torchft, tuned: usual")
     error, largest = get("prediction", "median error"), get("prediction", "worst error")
     return f"""\
 - After one of four local nodes is killed, training continues within {total:.2f} s, the median of
   20 kills ([recovery](docs/results.md#recovery)).
+- On the same work with the same kills, the next new step comes after {ours:.1f} s, with torchft after
+  {torchft:.1f} s, with torchrun and NVRx after {restart:.0f} s or more. Ours has {100 * (slower - 1):.0f} % longer steps there ([details](docs/results.md#beside-other-systems)).
 - With the backups that `auto` chooses, a step takes {one:.2f} times (one pipeline) and {two:.2f} times
   (two pipelines) as long as without backups ([overhead](docs/results.md#backup-overhead)).
-- The engine is {speed:.2f} times as fast as torch's `Schedule1F1B`
-  ([engine](docs/results.md#pipeline-engine)).
+- The engine is {speed:.2f} times as fast as torch's `Schedule1F1B` ([engine](docs/results.md#pipeline-engine)).
 - The planner takes {plan:.2g} s for 1,024 nodes of three types and {again:.2g} s after a loss; its plans
   are {median:.1f} % (median) to {worst:.1f} % (worst) above a proven bound ([planner](docs/results.md#planner)).
-- Predicted step times are off by {error:.1f} % (median) and {largest:.1f} % (worst of 12 plans;
-  [prediction](docs/results.md#predicted-step-time)).
+- Predicted step times are off by {error:.1f} % (median) and {largest:.1f} % (worst of 12 plans; [prediction](docs/results.md#predicted-step-time)).
 - In simulation this runtime trains more samples than the best modelled rival in {counts["ahead"]:.0f} of
   {sum(counts.values()):.0f} scenarios and fewer in {counts["behind"]:.0f} ([comparison](docs/simulator/headline.md)).
 """  # noqa: E501
