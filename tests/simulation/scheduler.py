@@ -16,6 +16,7 @@ import heapq
 import itertools
 import math
 import random
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -281,5 +282,8 @@ class Scheduler:
                 task.baton.release()
                 task.thread.join(END_S)
                 if task.thread.is_alive():
-                    self.crashes.append(f"{task.process.name}: {task.name} cannot be ended")
+                    frame = sys._current_frames().get(task.thread.ident or 0)
+                    stack = "".join(traceback.format_stack(frame))
+                    text = f"{task.process.name}: {task.name} has not ended after {END_S:g} s"
+                    self.crashes.append(f"{text}:\n{stack}")
         self.current = None
