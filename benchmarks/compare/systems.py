@@ -90,6 +90,8 @@ class Torchrun(System):
 
     name = "torchrun"
     module: ClassVar[str] = "torch.distributed.run"
+    script_flags: ClassVar[tuple[str, ...]] = ()
+    """Flags of the training script that this launcher needs."""
 
     def env(self, node: int, port: int) -> Mapping[str, str]:
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -104,13 +106,8 @@ class Torchrun(System):
             PYTHON, "-m", self.module, "--nnodes", f"2:{NODES}",
             "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf, "--rdzv-id", "compare",
-            "-m", "benchmarks.compare.train_torchrun", *script, *self.more,
+            "-m", "benchmarks.compare.train_torchrun", *script, *self.script_flags,
         ]  # fmt: skip
-
-    @property
-    def more(self) -> list[str]:
-        """Further words for the script."""
-        return []
 
 
 class Nvrx(Torchrun):
@@ -121,10 +118,7 @@ class Nvrx(Torchrun):
 
     name, needs = "nvrx", "nvidia_resiliency_ext"
     module = "nvidia_resiliency_ext.fault_tolerance.launcher"
-
-    @property
-    def more(self) -> list[str]:
-        return ["--heartbeats"]
+    script_flags = ("--heartbeats",)
 
 
 @dataclass(frozen=True)

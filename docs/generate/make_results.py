@@ -444,7 +444,7 @@ def section_text(section: Section, rows: Sequence[Row]) -> str:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """docs/results.md. Raises KeyError for a result file without a section."""
+    """Return the text of docs/results.md. Raises KeyError for a result file without a section."""
     missing = sorted(results.keys() - {section.name for section in SECTIONS})
     if missing:
         raise KeyError(f"no section in make_results.py for {', '.join(missing)}")
@@ -515,8 +515,8 @@ def readme_block(results: dict[str, dict[str, Any]]) -> str:
     return f"""\
 - After one of four local nodes is killed, training continues within {total:.2f} s, the median of
   20 kills ([recovery](docs/results.md#recovery)).
-- On the same work with the same kills, the next new step comes after {ours:.1f} s, with torchft after
-  {torchft:.1f} s, with torchrun and NVRx after {restart:.0f} s or more. Ours has {100 * (slower - 1):.0f} % longer steps there ([details](docs/results.md#beside-other-systems)).
+- Four systems did the same work, and their nodes were killed. The next new step came {ours:.1f} s after a kill here,
+  {torchft:.1f} s with torchft, {restart:.0f} s or more with torchrun and NVRx. Our steps were {100 * (slower - 1):.0f} % longer ([details](docs/results.md#beside-other-systems)).
 - With the backups that `auto` chooses, a step takes {one:.2f} times (one pipeline) and {two:.2f} times
   (two pipelines) as long as without backups ([overhead](docs/results.md#backup-overhead)).
 - The engine is {speed:.2f} times as fast as torch's `Schedule1F1B` ([engine](docs/results.md#pipeline-engine)).

@@ -283,7 +283,7 @@ class Scheduler:
                 task.thread.join(END_S)
                 if task.thread.is_alive():
                     frame = sys._current_frames().get(task.thread.ident or 0)
-                    stack = "".join(traceback.format_stack(frame))
+                    stack = "".join(traceback.format_stack(frame) if frame else ())
                     text = f"{task.process.name}: {task.name} has not ended after {END_S:g} s"
                     self.crashes.append(f"{text}:\n{stack}")
         self.current = None
