@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -30,6 +31,8 @@ LAUNCHER_EXIT = "launcher-exit.json"
 """Code and reason of a launcher that ended otherwise than exit.json tells."""
 PORTS, ATTEMPTS = range(20_000, 32_000), 100
 """Ports of services without a given port, and how many of them to try."""
+_RESERVED: list[socket.socket] = []
+"""Sockets whose names reserve the ports that this process has chosen."""
 
 
 class RunDir:
@@ -101,14 +104,29 @@ def free_port(host: str = LOOPBACK) -> int:
     """Return a free TCP port below the range from which systems take ports of outgoing connections.
 
     That range begins at 32768 (Linux) or 49152 (IANA), so no connection takes the port while its
-    service restarts. Raises UsageError if no port is found.
+    service starts or restarts. No other launcher on this machine takes it either until this process
+    ends. Raises UsageError if no port is found.
     """
-    for port in random.sample(PORTS, ATTEMPTS):
+    for port in random.sample(PORTS, min(ATTEMPTS, len(PORTS))):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind((host, port))
+            _reserve(port)
             return port
     ports = f"from {PORTS.start} to {PORTS.stop - 1}"
     raise UsageError(f"no free TCP port was found {ports} on {host or 'this machine'}")
+
+
+def _reserve(port: int) -> None:
+    """Reserve a port among launchers of this machine, by a name that the system frees when this
+    process ends. Raises OSError if another one has reserved it."""
+    if sys.platform == "linux":  # other systems have no such names
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(f"\0elastic-port-{port}")
+        except OSError:
+            sock.close()
+            raise
+        _RESERVED.append(sock)
 
 
 def locked(path: Path, *, create: bool = True) -> int | None:
