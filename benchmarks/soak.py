@@ -503,7 +503,7 @@ def _watch(job: SoakJob, sampler: Sampler, striker: Faults, seconds: float) -> N
 
 
 def rows(done: Soaked, minutes: float, load: int) -> list[Row]:
-    impossible = sum(done.faults.values()) - done.struck
+    impossible, limit_s = sum(done.faults.values()) - done.struck, round(done.longest_limit_s, 1)
     found = [
         Row("minutes", minutes, "min", None, "higher"),
         Row("busy processes of the soak", load, "", None, "higher"),
@@ -511,7 +511,7 @@ def rows(done: Soaked, minutes: float, load: int) -> list[Row]:
         Row("faults", done.struck, "", None, "higher"),
         Row("faults that were not possible", impossible, "", None, "lower"),
         Row("steps", done.steps, "", None, "higher"),
-        Row("longest time between two steps", done.longest_s, "s", done.longest_limit_s, "lower"),
+        Row("longest time between two steps", done.longest_s, "s", limit_s, "lower"),
         Row("recoveries", done.events.get("recovery", 0), "", None, "lower"),
         Row("staying processes that ended early", len(done.absent), "", 0, "lower"),
         Row("processes and files left", len(done.left), "", 0, "lower"),

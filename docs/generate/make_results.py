@@ -288,8 +288,9 @@ result file has the seed, the faults and the outcome of each run.""",
         context="""\
 Training beside busy processes with a fault every 20 s. Each figure of a process, or of the job, is
 compared between the second and the last quarter of the samples. A fault whose victim did not run is
-not counted.""",
-        rows="^minutes|^busy|^faults|^steps|^longest|^recoveries|^event",
+not counted. The load includes other programs: in the recorded hour, the test suite and two
+simulations. Three of the soak's own processes were stopped then.""",
+        rows="^minutes|^busy|^load|^faults|^steps|^longest|^recoveries|^event",
         units=(("processes$", "processes"), ("^faults", "faults"), ("^steps", "steps")),
     ),
     Section(
