@@ -132,8 +132,8 @@ def _reserve(port: int) -> None:
 def locked(path: Path, *, create: bool = True) -> int | None:
     """Lock a file until this process ends; return its descriptor, or None if another has the lock.
 
-    `create` False, for cleaning up: the file must exist, and its path must still lead to it,
-    because its owner may be removing the directory. Raises OSError.
+    With `create` False, the file must exist, and its path must still lead to it: who cleans up may
+    find a directory that its owner is removing. Raises OSError.
     """
     descriptor = os.open(path, os.O_CREAT * create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
